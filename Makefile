@@ -1,0 +1,30 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup test demo lint bench clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "palsgd needs Python 3.11 or newer, found $$($(PYTHON) --version); use make PYTHON=python3.11"; exit 2; }
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python bench/step.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

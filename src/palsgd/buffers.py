@@ -1,0 +1,124 @@
+"""Buffers (normalization statistics, counters): what becomes of them at a sync."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.draws import one_of
+from palsgd.replica import unwrapped
+
+POLICIES = ("average", "local", "recompute")
+_PIECE = 1 << 16  # integers travel as 16-bit pieces: exact in a float32 mean of any worker count
+
+
+class Buffers:
+    """The persistent buffers of a model: floats are averaged, integers follow worker 0.
+
+    Buffers that are not saved with a model (masks, position tables) are constants that its
+    code derives, so they are left alone; so are complex ones.
+    """
+
+    def __init__(self, model: nn.Module, policy: str):
+        one_of("buffers", policy, POLICIES)
+        self.policy = policy
+        names, found = persistent_buffers(unwrapped(model))
+        self.names = names
+        self._floats = [b for b in found if b.is_floating_point()]
+        self._integers = [b for b in found if not b.is_floating_point()]
+        self._global = [b.clone() for b in self.all()]
+        self.current = policy != "recompute"  # do the kept ones belong to the newest global model?
+
+    def all(self) -> list[Tensor]:
+        return self._floats + self._integers
+
+    def encode(self, worker: int, like: Tensor) -> Tensor:
+        """What this worker sends: one flat tensor, empty unless buffers are averaged."""
+        if self.policy != "average":
+            return like.new_empty(0)
+        parts = [b.reshape(-1).to(like.dtype) for b in self._floats]
+        for buffer in self._integers:
+            parts += [p.to(like.dtype) * (worker == 0) for p in _split(buffer)]
+        return torch.cat(parts) if parts else like.new_empty(0)
+
+    def decode(self, mean: Tensor, workers: int, contributors: int) -> None:
+        """Set the buffers from the mean of what `contributors` of `workers` sent, and keep it."""
+        if self.policy != "average":
+            self.current = self.policy == "local"
+            return
+        for buffer in self._floats:
+            part, mean = mean[: buffer.numel()], mean[buffer.numel() :]
+            buffer.copy_((part * (workers / contributors)).view(buffer.shape))
+        for buffer in self._integers:
+            pieces = len(_split(buffer)) * buffer.numel()
+            part, mean = mean[:pieces], mean[pieces:]
+            _join(buffer, (part * workers).round().long().view(-1, *buffer.shape))
+        self.take()
+
+    def finite(self) -> bool:
+        return self.policy != "average" or all(bool(b.isfinite().all()) for b in self._floats)
+
+    def take(self) -> None:
+        """What the buffers hold now belongs to the global model."""
+        for kept, buffer in zip(self._global, self.all(), strict=True):
+            kept.copy_(buffer)
+
+        self.current = True
+
+    def give(self) -> None:
+        """The buffers of the global model replace the local ones, unless the policy is local."""
+        if self.policy != "local" and self.current:
+            for kept, buffer in zip(self._global, self.all(), strict=True):
+                buffer.copy_(kept)
+
+    def recompute(
+        self, model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any]
+    ) -> list[Tensor]:
+        """Re-estimate batch-norm statistics over `batches`; returns the buffers to be averaged."""
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+        momenta, training = [norm.momentum for norm in norms], model.training
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # torch's way to say: the plain mean over all batches
+        model.train()
+        try:
+            for batch in batches:
+                forward(model, batch)
+        finally:
+            model.train(training)
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+        return self._floats
+
+    def state(self) -> list[Tensor]:
+        return [kept.clone() for kept in self._global]
+
+    def load(self, state: list[Tensor]) -> None:
+        for kept, saved in zip(self._global, state, strict=True):
+            kept.copy_(saved)
+
+
+def persistent_buffers(model: nn.Module) -> tuple[list[str], list[Tensor]]:
+    found: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and not buffer.is_complex():
+                found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
+    return list(found.values()), list(found)
+
+
+def _split(buffer: Tensor) -> list[Tensor]:
+    """The 16-bit pieces of an integer or bool tensor, lowest first, flat."""
+    value = buffer.reshape(-1).long()
+    return [(value >> shift) & (_PIECE - 1) for shift in range(0, 8 * buffer.itemsize, 16)]
+
+
+def _join(buffer: Tensor, pieces: Tensor) -> None:
+    value = torch.zeros_like(pieces[0])
+    for i, piece in enumerate(pieces):
+        value |= piece << (16 * i)
+    bits = 16 * len(pieces)
+    if bits < 64 and buffer.dtype.is_signed:  # the top bit of the last piece is the sign
+        value = (value << (64 - bits)) >> (64 - bits)
+    buffer.copy_(value)

@@ -1,0 +1,102 @@
+"""Checkpoints on torch.distributed.checkpoint: one folder per worker, sharded or not."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from palsgd.optimizer import LocalOptimizer
+from palsgd.replica import unwrapped
+
+
+class Slot(NamedTuple):
+    """Where a tensor stood in a state, and what to allocate to read it back."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: Any  # of a sharded tensor; None for a plain one
+
+
+def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
+    """Write this worker's model and optimizer; every rank calls it with the same folder.
+
+    Between syncs workers differ although their mesh calls the tensors replicas, so each worker
+    has a folder of its own; its ranks write their shards into it together.
+    """
+    tensors: dict[str, Tensor] = {}
+    skeleton = _take_out(_contents(model, opt), "", tensors)
+    dcp.save(tensors | {"skeleton": skeleton}, checkpoint_id=_place(folder, opt), **_ranks(opt))
+
+
+def load(folder: str | Path, model: nn.Module, opt: LocalOptimizer, *, strict: bool = True) -> None:
+    """Read what `save` wrote into a freshly built model and optimizer, in place."""
+    place = _place(folder, opt)
+    if not (place / ".metadata").exists():
+        raise ValueError(
+            f"no checkpoint of worker {opt.transport.worker} at {place}; give the folder that "
+            "palsgd.checkpoint.save wrote, on a disk this worker can read"
+        )
+    found: dict[str, Any] = {"skeleton": None}
+    dcp.load(found, checkpoint_id=place, **_ranks(opt))
+    tensors: dict[str, Tensor] = {}
+    contents = _put_back(found["skeleton"], _mesh(opt), opt._core.replica.device, tensors)
+    dcp.load(tensors, checkpoint_id=place, **_ranks(opt))
+    unwrapped(model).load_state_dict(contents["model"])
+    opt.load_state_dict(contents["optimizer"], strict=strict)
+
+
+def _contents(model: nn.Module, opt: LocalOptimizer) -> dict[str, Any]:
+    return {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
+
+
+def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` with a Slot in place of each tensor, which goes into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        placements = tuple(value.placements) if isinstance(value, DTensor) else None
+        return Slot(key, tuple(value.shape), value.dtype, placements)
+    if isinstance(value, dict):
+        return {k: _take_out(v, f"{key}/{k}", tensors) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_take_out(v, f"{key}/{i}", tensors) for i, v in enumerate(value)]
+    return value
+
+
+def _put_back(
+    value: Any, mesh: DeviceMesh | None, device: torch.device, tensors: dict[str, Tensor]
+) -> Any:
+    """`value` with an empty tensor in place of each Slot, kept in `tensors` to be read into."""
+    if isinstance(value, Slot):
+        if value.placements is None:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+        else:
+            tensor = torch.distributed.tensor.empty(
+                value.shape, dtype=value.dtype, device_mesh=mesh, placements=value.placements
+            )
+        tensors[value.key] = tensor
+        return tensor
+    if isinstance(value, dict):
+        return {k: _put_back(v, mesh, device, tensors) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_put_back(v, mesh, device, tensors) for v in value]
+    return value
+
+
+def _place(folder: str | Path, opt: LocalOptimizer) -> Path:
+    return Path(folder) / f"worker-{opt.transport.worker}"
+
+
+def _mesh(opt: LocalOptimizer) -> DeviceMesh | None:
+    return next((p.device_mesh for p in opt._core.replica.params if isinstance(p, DTensor)), None)
+
+
+def _ranks(opt: LocalOptimizer) -> dict[str, Any]:
+    """Who writes together: the ranks of this worker, or this process alone."""
+    inside = getattr(opt.transport, "inside", None)
+    return {"no_dist": True} if inside is None else {"process_group": inside}

@@ -1,0 +1,74 @@
+"""Which steps of a round mix: a pure function of seed, worker and round."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+DRAWS = ("balanced", "independent", "shared")
+
+
+def round_plan(
+    *, seed: int, worker: int, round: int, sync_every: int, mix_prob: float, draws: str
+) -> list[bool]:
+    """The steps of one round, in order: True for a mixing step, False for a gradient step.
+
+    The coins come from a counter-based generator keyed by the arguments alone, so nothing has
+    to be saved to resume, and any process can read any other worker's future.
+    """
+    seed, worker = whole("seed", seed), whole("worker", worker)
+    round, steps = whole("round", round), whole("sync_every", sync_every, least=1)
+    check_mix_prob(mix_prob)
+    one_of("draws", draws, DRAWS)
+    if mix_prob == 0:
+        return [False] * steps
+    everyone, own = (round, 0), (round, 1 + worker)
+    if draws == "independent":
+        return _coins(seed, own, steps, mix_prob).tolist()
+    common = _coins(seed, everyone, steps, mix_prob)
+    if draws == "shared":
+        return common.tolist()
+    # Balanced. `common` holds H i.i.d. coins, so its sum is Binomial(H, p). Given the sum, the
+    # places of the heads among H i.i.d. coins are a uniform subset; each worker draws that
+    # subset for itself (the ranks of H uniforms). One worker alone therefore still sees i.i.d.
+    # Bernoulli(p) coins, while all workers share the number of mixing steps.
+    mixing = np.zeros(steps, dtype=bool)
+    mixing[np.argsort(_uniforms(seed, own, steps), kind="stable")[: common.sum()]] = True
+    return mixing.tolist()
+
+
+def _uniforms(seed: int, stream: tuple[int, int], count: int) -> np.ndarray:
+    # Raw 64-bit words turned into doubles by hand: the words are fixed by the Philox
+    # specification, so hosts with other numpy releases draw the same plan.
+    words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)).random_raw(count)
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _coins(seed: int, stream: tuple[int, int], count: int, probability: float) -> np.ndarray:
+    return _uniforms(seed, stream, count) < probability
+
+
+def whole(name: str, value: Any, *, least: int = 0) -> int:
+    """`value` as an int, or a ValueError that says what it must be."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+    return int(value)
+
+
+def check_mix_prob(mix_prob: float) -> None:
+    if not (isinstance(mix_prob, (int, float, np.floating)) and 0 <= mix_prob < 1):
+        raise ValueError(
+            f"mix_prob={mix_prob!r} must be a number in [0, 1): the share of steps that mix; "
+            "use 0 for DiLoCo, about 0.05 for PALSGD"
+        )
+
+
+def check_mix_rate(mix_rate: float) -> None:
+    if not (isinstance(mix_rate, (int, float, np.floating)) and 0 <= mix_rate < math.inf):
+        raise ValueError(f"mix_rate={mix_rate!r} must be a finite number >= 0")
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")

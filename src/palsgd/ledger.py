@@ -1,0 +1,90 @@
+"""What a worker did: counts, bytes, seconds, and one line per sync."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Ledger:
+    """Totals of one worker so far. Seconds are device seconds on a GPU.
+
+    `gradient_s` runs from the end of one `step()` to the end of the next inner step: data,
+    forward, backward and the update. `sync_s` is the exchange and the outer step without
+    `waiting_s`, the time until the slowest worker arrived. Each worker learns how long it
+    waited one sync later, from figures that travel in the next payload.
+    """
+
+    gradient_steps: int = 0
+    warmup_steps: int = 0  # those of them that were plain DDP
+    mixing_steps: int = 0  # those at the head of a round, which change nothing, included
+    syncs: int = 0  # exchanges: one per round, one per warm-up step
+    messages: int = 0
+    bytes_sent: int = 0  # payload handed to the transport, headers included
+    gradient_s: float = 0.0
+    mixing_s: float = 0.0
+    sync_s: float = 0.0
+    waiting_s: float = 0.0
+    beta_min: float = math.inf
+    beta_max: float = -math.inf
+    distance: float = 0.0  # of the local model to the anchor, at the last sync
+    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per sync
+
+    @property
+    def realised_p(self) -> float:
+        """The share of the local phase's steps that mixed."""
+        steps = self.gradient_steps - self.warmup_steps + self.mixing_steps
+        return self.mixing_steps / steps if steps else 0.0
+
+    def saw_betas(self, low: float, high: float) -> None:
+        self.beta_min, self.beta_max = min(self.beta_min, low), max(self.beta_max, high)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"realised_p": self.realised_p}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        for name in (f.name for f in fields(self)):
+            setattr(self, name, saved[name])
+        self.history = [dict(entry) for entry in saved["history"]]
+
+
+class Stopwatch:
+    """Adds elapsed seconds to the fields of a ledger.
+
+    On a GPU the host runs ahead, so instants are events; they are turned into seconds once
+    the device has passed them, without ever making it wait.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device):
+        self._ledger, self._cuda = ledger, device.type == "cuda"
+        self._pending: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, name: str, start: Any, end: Any) -> None:
+        if not self._cuda:
+            self._book(name, end - start)
+            return
+        self._pending.append((name, start, end))
+        while self._pending and self._pending[0][2].query():
+            name, start, end = self._pending.pop(0)
+            self._book(name, start.elapsed_time(end) / 1e3)
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.add(name, start, self.now())
+
+    def _book(self, name: str, seconds: float) -> None:
+        setattr(self._ledger, name, getattr(self._ledger, name) + seconds)

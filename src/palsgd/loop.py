@@ -1,0 +1,37 @@
+"""The end of training is a matter of the clock, not of the data."""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from palsgd.draws import whole
+from palsgd.optimizer import LocalOptimizer
+
+Batch = TypeVar("Batch")
+
+
+def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterator[Batch]:
+    """Batches from `loader`, epoch after epoch, until `opt.clock` shows `steps`.
+
+    Every worker stops at the same clock, whatever its loader's length and however many of its
+    steps were mixing steps, so none waits for a sync that another will not reach. If `steps`
+    cuts a round short, that round is synced at the end.
+    """
+    steps = whole("steps", steps)
+    opt.run_until(steps)
+    epoch = 0
+    while opt.clock < steps:
+        for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+            if opt.clock >= steps:
+                return
+        if empty:
+            raise ValueError(
+                f"the loader ran dry at clock {opt.clock} of {steps} (pass {epoch} over it gave no "
+                "batch); give a loader that can be iterated again, such as a DataLoader or a list"
+            )
+        epoch += 1

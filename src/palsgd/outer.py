@@ -1,0 +1,20 @@
+"""Outer optimizers: what a sync does with the mean outer gradient."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.optim import Optimizer
+
+OuterFactory = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
+
+
+def nesterov(lr: float = 0.2, momentum: float = 0.9) -> OuterFactory:
+    """SGD with Nesterov momentum, the outer optimizer of DiLoCo and PALSGD."""
+    return lambda params: torch.optim.SGD(
+        params, lr=lr, momentum=momentum, nesterov=True, fused=True
+    )
+
+
+def plain_average() -> OuterFactory:
+    """SGD with learning rate 1: the new global model is the mean of the local ones (Local SGD)."""
+    return lambda params: torch.optim.SGD(params, lr=1.0, fused=True)

@@ -1,0 +1,160 @@
+"""One worker's copy of the model: its trainable tensors and the anchor they are pulled to."""
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from palsgd.layout import Layout
+
+
+class Replica:
+    """The tensors an inner optimizer trains, as plain local tensors (shards, if sharded)."""
+
+    def __init__(self, model: nn.Module, inner: Optimizer):
+        named = {p: name for name, p in unwrapped(model).named_parameters()}
+        _check_ownership(named, inner)
+        self._inner = inner
+        self.params = trainable(inner)
+        self.names = [named[p] for p in self.params]
+        _check_tensors(self.params, self.names)
+        self._groups = [
+            [i for i, p in enumerate(self.params) if any(p is q for q in group["params"])]
+            for group in inner.param_groups
+        ]
+        local = self.local()
+        self.device = local[0].device
+        self.dtype = max((_master_dtype(t) for t in local), key=lambda dtype: dtype.itemsize)
+        self.layout = Layout(local)
+        self.anchor: Anchor | None = None
+
+    def local(self) -> list[Tensor]:
+        return [local_tensor(p) for p in self.params]
+
+    def group(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The local tensors of a parameter group and the anchor's, side by side."""
+        assert self.anchor is not None
+        members = self._groups[index]
+        return (
+            [local_tensor(self.params[i]) for i in members],
+            [self.anchor.views[i] for i in members],
+        )
+
+    def learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._inner.param_groups]
+
+    def check_unchanged(self) -> None:
+        if len(trainable(self._inner)) != len(self.params):
+            raise ValueError(
+                "parameters were frozen or unfrozen after the optimizer was built; build a new "
+                "palsgd optimizer at that point, so that every worker mixes and sends the same ones"
+            )
+
+    def grads(self) -> list[Tensor | None]:
+        return [None if p.grad is None else local_tensor(p.grad) for p in self.params]
+
+    def describe(self) -> str:
+        """The same text on every worker whose tensors can be averaged with ours."""
+        local = self.local()
+        kinds = zip(self.names, local, strict=True)
+        shapes = [f"{name}:{t.dtype}:{tuple(t.shape)}:{t.stride()}" for name, t in kinds]
+        total = sum(t.numel() for t in local)
+        return f"{len(local)} tensors, {total} elements, layout {_checksum(shapes):08x}"
+
+
+class Anchor:
+    """The last global model in full precision: one flat buffer, seen tensor by tensor."""
+
+    def __init__(self, replica: Replica):
+        self._replica = replica
+        self.flat = torch.zeros(replica.layout.size, dtype=replica.dtype, device=replica.device)
+        self.views = replica.layout.views(self.flat)
+        self.params = [nn.Parameter(view) for view in self.views]  # what the outer optimizer moves
+
+    def take(self) -> None:
+        """The local model becomes the global one."""
+        torch._foreach_copy_(self.views, self._replica.local())
+
+    @torch.no_grad()
+    def give(self) -> None:
+        """The global model becomes the local one."""
+        torch._foreach_copy_(self._replica.local(), self.views)
+
+    def digest(self) -> int:
+        """32 bits that are equal on two workers whose anchors are equal, bit for bit."""
+        pairs = self.flat.numel() * self.flat.itemsize // 8
+        total = int(self.flat[: pairs * 8 // self.flat.itemsize].view(torch.int64).sum())
+        if self.flat.numel() * self.flat.itemsize % 8:
+            total += int(self.flat[-1:].view(torch.int32))
+        return (total ^ (total >> 32)) & 0xFFFFFFFF
+
+
+def mix_(local: list[Tensor], anchor: list[Tensor], weight: float) -> None:
+    """Pull each local tensor towards the anchor: x <- x + weight (anchor - x), in place."""
+    same = [(x, a) for x, a in zip(local, anchor, strict=True) if x.dtype == a.dtype]
+    if same:
+        torch._foreach_lerp_([x for x, _ in same], [a for _, a in same], weight)
+    for x, a in zip(local, anchor, strict=True):
+        if x.dtype != a.dtype:  # a low-precision model meets its anchor in the anchor's precision
+            x.copy_(torch.lerp(x.to(a.dtype), a, weight))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Without DistributedDataParallel and torch.compile around it, so that names agree."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def trainable(inner: Optimizer) -> list[Tensor]:
+    return [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _master_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _checksum(lines: list[str]) -> int:
+    return zlib.crc32("\n".join(lines).encode())
+
+
+def _check_ownership(named: dict[nn.Parameter, str], inner: Optimizer) -> None:
+    held = {p for group in inner.param_groups for p in group["params"]}
+    strangers = [p for p in held if p not in named]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        raise ValueError(
+            f"the inner optimizer holds {len(strangers)} tensor(s) that are not the model's "
+            f"(shapes {shapes}); build it from model.parameters() of the model given here"
+        )
+    missing = [name for p, name in named.items() if p.requires_grad and p not in held]
+    if missing:
+        raise ValueError(
+            f"the inner optimizer does not hold {len(missing)} trainable parameter(s) of the model "
+            f"({', '.join(missing[:3])}); add them to it or freeze them with requires_grad_(False)"
+        )
+
+
+def _check_tensors(params: list[Tensor], names: list[str]) -> None:
+    if not params:
+        raise ValueError("the inner optimizer holds no trainable parameter; unfreeze at least one")
+    devices = {p.device for p in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}); "
+            "put one worker on one device, or shard it with fully_shard over a 2-D mesh"
+        )
+    odd = [name for name, p in zip(names, params, strict=True) if not p.is_floating_point()]
+    if odd:
+        raise ValueError(f"parameter {odd[0]} is not of a real floating-point type; freeze it")

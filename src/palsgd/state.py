@@ -1,0 +1,103 @@
+"""What an optimizer saves, so that training resumed mid-round goes on bit for bit."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from palsgd.replica import Replica, local_tensor
+
+if TYPE_CHECKING:
+    from palsgd.optimizer import LocalOptimizer
+
+
+def save_state(opt: "LocalOptimizer") -> dict[str, Any]:
+    """The keys of DESIGN's table (inner, outer, anchor, clock, seed, config) and the counts,
+    buffers, scheduler and ledger that belong to them. Draws need no state: plans are pure."""
+    core = opt._core
+    scheduler = core.scheduler
+    return {
+        "inner": opt.inner.state_dict(),
+        "outer": _outer_state(opt) if core.opened else None,
+        "anchor": _named_anchor(core.replica) if core.opened else None,
+        "buffers": core.buffers.state(),
+        "clock": core.clock,
+        "counts": core.counts(),
+        "seed": getattr(opt.method, "seed", None),
+        "config": dict(opt.config),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "ledger": core.ledger.as_dict(),
+    }
+
+
+def load_state(opt: "LocalOptimizer", state: dict[str, Any], *, strict: bool) -> None:
+    if strict:
+        _check_settings(opt.config, state["config"])
+    core = opt._core
+    opt.inner.load_state_dict(state["inner"])
+    core.opened = state["anchor"] is not None
+    if core.opened:
+        _load_anchor(core.replica, state["anchor"])
+        opt.outer.load_state_dict(_plain(state["outer"]))
+    core.buffers.load(state["buffers"])
+    if core.scheduler is not None and state["scheduler"] is not None:
+        core.scheduler.load_state_dict(state["scheduler"])
+    core.ledger.load(state["ledger"])
+    core.resume(state["clock"], state["counts"])
+
+
+def _check_settings(mine: dict[str, Any], saved: dict[str, Any]) -> None:
+    differing = [
+        f"{name}: saved {saved.get(name)!r}, here {mine.get(name)!r}"
+        for name in mine | saved
+        if mine.get(name) != saved.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"the state was saved under other settings ({'; '.join(differing)}); build the "
+            "optimizer with the saved ones, or pass strict=False to go on under the new ones"
+        )
+
+
+def _named_anchor(replica: Replica) -> dict[str, Tensor]:
+    assert replica.anchor is not None
+    views = zip(replica.names, replica.params, replica.anchor.views, strict=True)
+    return {name: _like_shard(view.clone(), param) for name, param, view in views}
+
+
+def _load_anchor(replica: Replica, saved: dict[str, Tensor]) -> None:
+    assert replica.anchor is not None
+    if set(saved) != set(replica.names):
+        odd = sorted(set(saved) ^ set(replica.names))
+        raise ValueError(f"the saved anchor is of another model: {odd[0]} is only on one side")
+    with torch.no_grad():
+        for name, view in zip(replica.names, replica.anchor.views, strict=True):
+            view.copy_(local_tensor(saved[name]))
+
+
+def _outer_state(opt: "LocalOptimizer") -> dict[str, Any]:
+    """The outer optimizer's state, its tensors marked as shards where the parameters are."""
+    state = opt.outer.state_dict()
+    params = opt._core.replica.params
+    for index, entry in state["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.shape == local_tensor(params[index]).shape:
+                entry[key] = _like_shard(value, params[index])
+    return state
+
+
+def _like_shard(local: Tensor, param: Tensor) -> Tensor:
+    """`local` as the same shard of a whole that `param`'s local tensor is of its own."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+    )
+
+
+def _plain(state: Any) -> Any:
+    """Shards as plain tensors, for optimizers that work on those."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return local_tensor(state) if isinstance(state, Tensor) else state

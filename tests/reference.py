@@ -1,0 +1,63 @@
+"""Algorithm 1 of the paper in plain NumPy, step by step, the way one would check it by hand."""
+
+import numpy as np
+
+
+def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0):
+    """`gradient(k, x, i)` is worker k's i-th gradient at x; `plan(k, r)` its coins in round r."""
+    anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
+    inner_opt, outer_opt = [inner() for _ in range(workers)], outer()
+    drawn = [0] * workers  # batches each worker has used
+    for t in range(steps):
+        if t < warmup:
+            mean = np.mean([gradient(k, local[k], drawn[k]) for k in range(workers)], axis=0)
+            for k in range(workers):
+                local[k] = inner_opt[k](local[k], mean, lr(t))
+                drawn[k] += 1
+            anchor = local[0].copy()
+            continue
+        round, place = divmod(t - warmup, H)
+        for k in range(workers):
+            if plan(k, round)[place]:
+                local[k] = local[k] - lr(t) * eta / p * (local[k] - anchor)
+            else:
+                g = gradient(k, local[k], drawn[k])
+                local[k] = inner_opt[k](local[k], g, lr(t) / (1 - p))
+                drawn[k] += 1
+        if place == H - 1 or t == steps - 1:
+            delta = np.mean([anchor - x for x in local], axis=0)
+            anchor = outer_opt(anchor, delta)
+            local = [anchor.copy() for _ in range(workers)]
+    return anchor
+
+
+def sgd(momentum=0.0, nesterov=False, fixed_lr=None):
+    def build():
+        state = {"v": None}
+
+        def step(x, g, lr=None):
+            v = g if state["v"] is None else momentum * state["v"] + g
+            state["v"] = v
+            return x - (fixed_lr if lr is None else lr) * (g + momentum * v if nesterov else v)
+
+        return step
+
+    return build
+
+
+def adamw(decay=0.0, betas=(0.9, 0.999), eps=1e-8, fixed_lr=None):
+    def build():
+        state = {"m": 0.0, "v": 0.0, "t": 0}
+
+        def step(x, g, lr=None):
+            lr = fixed_lr if lr is None else lr
+            state["t"] += 1
+            state["m"] = betas[0] * state["m"] + (1 - betas[0]) * g
+            state["v"] = betas[1] * state["v"] + (1 - betas[1]) * g * g
+            m = state["m"] / (1 - betas[0] ** state["t"])
+            v = state["v"] / (1 - betas[1] ** state["t"])
+            return x * (1 - lr * decay) - lr * m / (np.sqrt(v) + eps)
+
+        return step
+
+    return build
