@@ -70,7 +70,7 @@ class World:
         self._workers.append((process, ours))
 
     def _collect(self, rank: int, deadline: float) -> Outcome:
-        process, pipe = self._workers[rank]
+        pipe = self._workers[rank][1]
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return pickle.loads(pipe.recv_bytes())

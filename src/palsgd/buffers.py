@@ -27,6 +27,10 @@ class Buffers:
         self.names = names
         self._floats = [b for b in found if b.is_floating_point()]
         self._integers = [b for b in found if not b.is_floating_point()]
+        pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
+        self.encoded_size = (
+            sum(b.numel() for b in self._floats) + pieces if policy == "average" else 0
+        )
         self._global = [b.clone() for b in self.all()]
         self.current = policy != "recompute"  # do the kept ones belong to the newest global model?
 

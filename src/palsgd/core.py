@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.buffers import Buffers
+from palsgd.layout import Buckets
 from palsgd.ledger import Ledger, Stopwatch
 from palsgd.method import Method
 from palsgd.replica import Anchor, Replica
@@ -55,6 +56,7 @@ class Core:
         self.opened = False  # has the local phase begun, is there an anchor?
         self.end: int | None = None  # the clock at which training ends, with a last sync
         self._plan: tuple[int, list[bool]] = (-1, [])
+        self._buckets: Buckets | None = None
         self._left_step: Any = None  # the instant the last step ended
         self.since_sync = (0, 0, 0)  # clock, gradient and mixing steps at the last sync
 
@@ -72,13 +74,27 @@ class Core:
     def warming_up(self) -> bool:
         return self.clock < self.method.warmup_steps
 
-    @torch.no_grad()
+    def buckets(self, *, whole: bool = False) -> Buckets:
+        """The messages a model travels in; with `whole`, a single one of any size.
+
+        Kept between syncs, unless larger than a bucket may be: fresh memory costs page faults,
+        which on a fast link weigh as much as the arithmetic.
+        """
+        extras = self.roll_call.size + len(self.replica.params) + self.buffers.encoded_size
+        like = torch.empty(0, dtype=self.replica.dtype, device=self.replica.device)
+        if whole and self.replica.layout.size > self.bucket_size:
+            return Buckets(self.replica.layout, self.replica.layout.size, extras, like)
+        if self._buckets is None:
+            self._buckets = Buckets(self.replica.layout, self.bucket_size, extras, like)
+        return self._buckets
+
     def step(self) -> Exchange:
-        """Take the gradient at hand, then all the steps up to the next one that needs a gradient."""
+        """Take the gradient at hand, then every step up to the next one that needs a gradient."""
         if self.warming_up:
             yield from self._warmup_step()
         else:
-            yield from self.skip_idle_rounds()
+            if not self.opened or self._in_idle_round():
+                yield from self.skip_idle_rounds()
             self.synced = False
             self._tick_head()
             round_end = self._round_end()
@@ -86,10 +102,10 @@ class Core:
             self._local_rule(self._mixing_run() if self.clock < round_end else 0)
             if self.clock == round_end:
                 yield from self._sync()
-        yield from self.skip_idle_rounds()
-        self._left_step = self.watch.now()
+        if not self.opened or self.synced:
+            yield from self.skip_idle_rounds()
+            self._left_step = self.watch.now()
 
-    @torch.no_grad()
     def skip_idle_rounds(self) -> Exchange:
         """Tick off rounds that are all mixing, so the next gradient meets the model it is for.
 
@@ -99,9 +115,12 @@ class Core:
             return
         if not self.opened:
             yield from self._open_local_phase()
-        while self.clock != self.end and self._mixing_run() == self._round_end() - self.clock:
+        while self.clock != self.end and self._in_idle_round():
             self._tick_head()
             yield from self._sync()
+
+    def _in_idle_round(self) -> bool:
+        return self._mixing_run() == self._round_end() - self.clock
 
     def _warmup_step(self) -> Exchange:
         self.ledger.warmup_steps += 1
@@ -121,9 +140,8 @@ class Core:
         """The model becomes the anchor, once all workers have shown that theirs is the same."""
         self.anchor.take()
         self.buffers.take()
-        attendance = self.roll_call.encode(
-            self.worker, self.attendance(finite=True), self.anchor.flat
-        )
+        mine = self.attendance(finite=True)
+        attendance = self.roll_call.encode(self.worker, mine, self.anchor.flat)
         self.count_message((yield [attendance]))
         where = f"the start of the local phase (clock {self.clock})"
         check_consensus(self.roll_call.decode(attendance), where)
@@ -146,10 +164,12 @@ class Core:
             rates.append(self.replica.learning_rates())
             self.ledger.mixing_steps += 1
             self._tick()
-        with self.watch.timing("mixing_s"):
-            betas = self.method.local_rule(self.replica, rates)
+        betas = self.method.local_rule(self.replica, rates)
         if betas is not None:
             self.ledger.saw_betas(*betas)
+            now = self.watch.now()
+            self.watch.add("mixing_s", self._left_step, now)
+            self._left_step = now
 
     def _tick_head(self) -> None:
         """Mixing steps at the head of a round: local model and anchor are equal, nothing moves."""
@@ -234,8 +254,11 @@ class Core:
         )
 
     def _book_time_since_last_step(self) -> None:
+        """An instant taken here serves as the end of one span and the start of the next."""
+        now = self.watch.now()
         if self._left_step is not None:
-            self.watch.add("gradient_s", self._left_step, self.watch.now())
+            self.watch.add("gradient_s", self._left_step, now)
+        self._left_step = now
 
     def counts(self) -> dict[str, Any]:
         names = ("gradient_steps", "rounds", "synced", "since_sync")

@@ -1,6 +1,4 @@
-"""Where each tensor lies in one flat buffer, and how to move ranges of it in and out."""
-
-from collections.abc import Iterator
+"""Where each tensor lies in one flat buffer, and how ranges of it travel in buckets."""
 
 import torch
 from torch import Tensor
@@ -10,66 +8,113 @@ class Layout:
     """Tensors laid end to end without gaps.
 
     A flat buffer follows each tensor's memory order, so that a channels-last weight is one
-    run of memory in it too. Ranges may cut through tensors: a bucket is any range, and a tensor
-    larger than a bucket simply spans several.
+    run of memory in it too.
     """
 
     def __init__(self, tensors: list[Tensor]):
         # Tensors of odd length go last: behind one of them nothing would start on a 16-byte
         # boundary, and the vectorized kernels would fall back to their scalar path.
-        self._order = sorted(range(len(tensors)), key=lambda i: tensors[i].numel() % 4 != 0)
-        self._sizes = [t.numel() for t in tensors]
-        self._shapes = [t.shape for t in tensors]
-        self._strides = [_memory_strides(t) for t in tensors]
-        self._starts = [0] * len(tensors)
+        self.order = sorted(range(len(tensors)), key=lambda i: tensors[i].numel() % 4 != 0)
+        self.shapes = [t.shape for t in tensors]
+        self.strides = [_memory_strides(t) for t in tensors]
+        self.sizes = [t.numel() for t in tensors]
+        self.starts = [0] * len(tensors)
         self.size = 0
-        for i in self._order:
-            self._starts[i] = self.size
-            self.size += self._sizes[i]
+        for i in self.order:
+            self.starts[i] = self.size
+            self.size += self.sizes[i]
+
+    def view(self, i: int, buffer: Tensor, start: int) -> Tensor:
+        """Tensor `i` in the elements of `buffer` from `start` on."""
+        place = buffer[start : start + self.sizes[i]]
+        return place.as_strided(self.shapes[i], self.strides[i])
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors inside `flat`, in the order and shape they were given."""
-        return [
-            flat[start : start + size].as_strided(shape, stride)
-            for start, size, shape, stride in zip(
-                self._starts, self._sizes, self._shapes, self._strides, strict=True
-            )
+        return [self.view(i, flat, start) for i, start in enumerate(self.starts)]
+
+    def flattened(self, i: int, tensor: Tensor) -> Tensor:
+        """One-dimensional, in this layout's memory order: a view wherever strides allow one."""
+        if tensor.stride() != self.strides[i]:
+            tensor = torch.empty_strided(
+                self.shapes[i], self.strides[i], dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+        return tensor.as_strided((self.sizes[i],), (1,))
+
+
+class Bucket:
+    """One range of a layout, in a buffer that other ranges use before and after.
+
+    The range may cut through tensors: one larger than a bucket spans several.
+    """
+
+    def __init__(self, layout: Layout, low: int, buffer: Tensor):
+        self._layout, self._low, self.flat = layout, low, buffer
+        self._whole: list[tuple[int, Tensor]] = []  # tensor, its view in the buffer
+        self._cut: list[tuple[int, slice, slice]] = []  # tensor, the part of it, the part's place
+        high = low + buffer.numel()
+        for i in layout.order:
+            start, stop = layout.starts[i], layout.starts[i] + layout.sizes[i]
+            first, last = max(low, start), min(high, stop)
+            if first >= last:
+                continue
+            if (first, last) == (start, stop):
+                self._whole.append((i, layout.view(i, buffer, start - low)))
+            else:
+                place = slice(first - low, last - low)
+                self._cut.append((i, slice(first - start, last - start), place))
+
+    def read(self, tensors: list[Tensor]) -> None:
+        """Fill the bucket from `tensors`."""
+        if self._whole:
+            views = [view for _, view in self._whole]
+            torch._foreach_copy_(views, [tensors[i] for i, _ in self._whole])
+        for i, part, place in self._cut:
+            self.flat[place].copy_(self._layout.flattened(i, tensors[i])[part])
+
+    def write(self, tensors: list[Tensor]) -> None:
+        """Set `tensors`, as far as they are in this range, from the bucket."""
+        if self._whole:
+            views = [view for _, view in self._whole]
+            torch._foreach_copy_([tensors[i] for i, _ in self._whole], views)
+        for i, part, place in self._cut:
+            flat = self._layout.flattened(i, tensors[i])
+            flat[part].copy_(self.flat[place])
+            if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
+                tensors[i].copy_(self._layout.view(i, flat, 0))
+
+    def subtract(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
+        """Fill the bucket with a flat buffer, given with its views, minus `tensors`."""
+        minuend = flat[self._low : self._low + self.flat.numel()]
+        if flat.is_cuda:  # a launch per tensor would cost more than two more passes over memory
+            self.read(tensors)
+            torch.sub(minuend, self.flat, out=self.flat)
+            return
+        for i, view in self._whole:
+            torch.sub(views[i], tensors[i], out=view)
+        for i, part, place in self._cut:
+            difference = self.flat[place]
+            torch.sub(minuend[place], self._layout.flattened(i, tensors[i])[part], out=difference)
+
+
+class Buckets:
+    """A layout cut into ranges of at most `width` elements that share one buffer, which has
+    `room` more elements for what travels behind the first range."""
+
+    def __init__(self, layout: Layout, width: int, room: int, like: Tensor):
+        width = max(1, min(width, layout.size))
+        self._buffer = like.new_empty(width + room)
+        self.ranges = [
+            Bucket(layout, low, self._buffer[: min(width, layout.size - low)])
+            for low in range(0, max(1, layout.size), width)
         ]
 
-    def spans(self, low: int, high: int) -> Iterator[tuple[int, slice, slice]]:
-        """For each tensor in the range: its index, its part, and that part's place in the range."""
-        for i in self._order:
-            start = self._starts[i]
-            first, last = max(low, start), min(high, start + self._sizes[i])
-            if first < last:
-                yield i, slice(first - start, last - start), slice(first - low, last - low)
-
-    def read(self, tensors: list[Tensor], low: int, out: Tensor) -> None:
-        """Copy the range of `out.numel()` elements from `low` out of `tensors`."""
-        for i, part, place in self.spans(low, low + out.numel()):
-            out[place].copy_(self._flattened(tensors[i], i)[part])
-
-    def subtract(self, flat: Tensor, tensors: list[Tensor], low: int, out: Tensor) -> None:
-        """`flat` minus `tensors`, over the range of `out.numel()` elements from `low`."""
-        flat = flat[low : low + out.numel()]
-        for i, part, place in self.spans(low, low + out.numel()):
-            torch.sub(flat[place], self._flattened(tensors[i], i)[part], out=out[place])
-
-    def write(self, tensors: list[Tensor], low: int, source: Tensor) -> None:
-        """The way back: the range of `source.numel()` elements from `low`, into `tensors`."""
-        for i, part, place in self.spans(low, low + source.numel()):
-            flat = self._flattened(tensors[i], i)
-            flat[part].copy_(source[place])
-            if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
-                tensors[i].copy_(flat.as_strided(self._shapes[i], self._strides[i]))
-
-    def _flattened(self, tensor: Tensor, i: int) -> Tensor:
-        """One-dimensional in this layout's memory order: a view wherever strides allow one."""
-        if tensor.stride() != self._strides[i]:
-            tensor = torch.empty_strided(
-                self._shapes[i], self._strides[i], dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor)
-        return tensor.as_strided((self._sizes[i],), (1,))
+    def first_message(self, extras: Tensor) -> tuple[Tensor, Tensor]:
+        """The first range with `extras` behind it, and the place those then have in it."""
+        elements = self.ranges[0].flat.numel()
+        message = self._buffer[: elements + extras.numel()]
+        message[elements:] = extras
+        return message, message[elements:]
 
 
 def _memory_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The end of training is a matter of the clock, not of the data."""
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from palsgd.draws import whole
 from palsgd.optimizer import LocalOptimizer
@@ -20,9 +20,7 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
     opt.run_until(steps)
     epoch = 0
     while opt.clock < steps:
-        for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        _set_epoch(loader, epoch)
         empty = True
         for batch in loader:
             empty = False
@@ -35,3 +33,11 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
                 "batch); give a loader that can be iterated again, such as a DataLoader or a list"
             )
         epoch += 1
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a DistributedSampler to shuffle anew."""
+    for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        set_epoch = getattr(part, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)

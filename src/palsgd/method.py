@@ -23,7 +23,7 @@ class Method:
 
     @property
     def gradient_share(self) -> float:
-        """The share of a round's steps that use a gradient; their learning rate is divided by it."""
+        """The share of a round's steps that use a gradient; their lr is divided by it."""
         return 1.0
 
     def plan(self, *, worker: int, round: int) -> list[bool]:

@@ -108,7 +108,7 @@ class LocalOptimizer(Optimizer):
         return built
 
     def _describe(self, on_nonfinite: str, max_norm: float | None) -> dict[str, Any]:
-        """All settings that must agree between workers, and between a saved state and its reader."""
+        """The settings that workers, and a saved state and its reader, must agree on."""
         return {
             "method": type(self).__name__,
             "workers": self.transport.workers,
@@ -156,6 +156,7 @@ class LocalOptimizer(Optimizer):
         self._core.end = steps
         self._drive(self._core.skip_idle_rounds())
 
+    @torch.no_grad()
     def _drive(self, exchange: Exchange) -> None:
         """Feed the core from the transport. A failure is raised inside the core, which puts back
         what it must."""

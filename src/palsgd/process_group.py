@@ -17,14 +17,15 @@ class ProcessGroupTransport:
         self._group, self.inside = group, inside
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
+        self._divides = "nccl" in dist.get_backend_config(group)  # on the fly, for CUDA tensors
 
     def average(self, tensors: list[Tensor]) -> int:
         if self.workers == 1:
             return 0
         for tensor in tensors:
-            if tensor.is_cuda:
+            if tensor.is_cuda and self._divides:
                 dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self._group)
-            else:  # gloo has no AVG
+            else:
                 dist.all_reduce(tensor, group=self._group)
                 tensor.div_(self.workers)
         return sum(tensor.nbytes for tensor in tensors)
@@ -59,7 +60,7 @@ def find_transport(params: list[Tensor], group: ProcessGroup | None) -> ProcessG
     if group is None and mesh.ndim == 2 and len(replicas) == 1:
         return ProcessGroupTransport(mesh.get_group(replicas[0]), mesh.get_group(1 - replicas[0]))
     raise ValueError(
-        f"the parameters are sharded over {mesh} with placements {sharded.placements}, which has no "
+        f"the parameters are sharded over {mesh} as {sharded.placements}, which has no "
         "single replica axis to average over; use fully_shard with a 2-D mesh (replicas, shards), "
         "or a 1-D mesh of shards and group= for the replicas"
     )

@@ -58,7 +58,7 @@ class PseudoAsync(Method):
         if 0 <= beta <= 1 + 1e-9:  # a mix_rate of exactly p / lr may land an ulp above 1
             return min(beta, 1.0)
         raise ValueError(
-            f"mix_rate={self.mix_rate:g} gives beta={beta:.4g}, outside [0, 1], for parameter group "
+            f"mix_rate={self.mix_rate:g} gives beta={beta:.4g}, outside [0, 1], for param group "
             f"{group} (lr={rate:g}, mix_prob={self.mix_prob:g}); use "
             + (f"mix_rate <= {self.mix_prob / rate:.6g}" if rate > 0 else "a learning rate >= 0")
         )

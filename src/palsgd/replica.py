@@ -15,7 +15,7 @@ class Replica:
     """The tensors an inner optimizer trains, as plain local tensors (shards, if sharded)."""
 
     def __init__(self, model: nn.Module, inner: Optimizer):
-        named = {p: name for name, p in unwrapped(model).named_parameters()}
+        named: dict[Tensor, str] = {p: name for name, p in unwrapped(model).named_parameters()}
         _check_ownership(named, inner)
         self._inner = inner
         self.params = trainable(inner)
@@ -92,14 +92,22 @@ class Anchor:
         return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 
+_LARGE = 1 << 20  # elements from which a launch of its own is cheaper than a share of a joint one
+
+
 def mix_(local: list[Tensor], anchor: list[Tensor], weight: float) -> None:
     """Pull each local tensor towards the anchor: x <- x + weight (anchor - x), in place."""
-    same = [(x, a) for x, a in zip(local, anchor, strict=True) if x.dtype == a.dtype]
-    if same:
-        torch._foreach_lerp_([x for x, _ in same], [a for _, a in same], weight)
+    small_local, small_anchor = [], []
     for x, a in zip(local, anchor, strict=True):
         if x.dtype != a.dtype:  # a low-precision model meets its anchor in the anchor's precision
             x.copy_(torch.lerp(x.to(a.dtype), a, weight))
+        elif x.numel() >= _LARGE:
+            x.lerp_(a, weight)
+        else:
+            small_local.append(x)
+            small_anchor.append(a)
+    if small_local:
+        torch._foreach_lerp_(small_local, small_anchor, weight)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -129,7 +137,7 @@ def _checksum(lines: list[str]) -> int:
     return zlib.crc32("\n".join(lines).encode())
 
 
-def _check_ownership(named: dict[nn.Parameter, str], inner: Optimizer) -> None:
+def _check_ownership(named: dict[Tensor, str], inner: Optimizer) -> None:
     held = {p for group in inner.param_groups for p in group["params"]}
     strangers = [p for p in held if p not in named]
     if strangers:

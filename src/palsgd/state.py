@@ -39,7 +39,7 @@ def load_state(opt: "LocalOptimizer", state: dict[str, Any], *, strict: bool) ->
     core.opened = state["anchor"] is not None
     if core.opened:
         _load_anchor(core.replica, state["anchor"])
-        opt.outer.load_state_dict(_plain(state["outer"]))
+        core.outer.load_state_dict(_plain(state["outer"]))
     core.buffers.load(state["buffers"])
     if core.scheduler is not None and state["scheduler"] is not None:
         core.scheduler.load_state_dict(state["scheduler"])
@@ -78,7 +78,7 @@ def _load_anchor(replica: Replica, saved: dict[str, Tensor]) -> None:
 
 def _outer_state(opt: "LocalOptimizer") -> dict[str, Any]:
     """The outer optimizer's state, its tensors marked as shards where the parameters are."""
-    state = opt.outer.state_dict()
+    state = opt._core.outer.state_dict()
     params = opt._core.replica.params
     for index, entry in state["state"].items():
         for key, value in entry.items():

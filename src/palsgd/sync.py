@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from palsgd.layout import Buckets
+
 if TYPE_CHECKING:
     from palsgd.core import Core
 
@@ -24,60 +26,59 @@ def synchronize(core: "Core") -> Exchange:
     exchange fail then, the local model goes back to the anchor and the round is lost, never
     the global model. A low-precision model cannot hold the means and gets one large bucket.
     """
-    replica, anchor, layout = core.replica, core.anchor, core.replica.layout
+    replica, anchor = core.replica, core.anchor
     replica.check_unchanged()
     local = replica.local()
-    fits = layout.size <= core.bucket_size or any(t.dtype != replica.dtype for t in local)
-    width = layout.size if fits else core.bucket_size
-    start = core.watch.now()
-    mine = core.attendance(finite=_all_finite(local) and core.buffers.finite())
-    tail = torch.cat(
-        [
-            core.roll_call.encode(core.worker, mine, anchor.flat),
-            core.buffers.encode(core.worker, anchor.flat) * mine.finite,
-        ]
-    )
-    bucket = anchor.flat.new_empty(width + tail.numel())
-    squares = anchor.flat.new_zeros(())
-    contributors, bytes_before = core.workers, core.ledger.bytes_sent
+    whole = any(t.dtype != replica.dtype for t in local)
+    buckets = core.buckets(whole=whole)
+    parked = len(buckets.ranges) > 1
+    start, bytes_before = core.watch.now(), core.ledger.bytes_sent
+    squares, finite, contributors = anchor.flat.new_zeros(()), True, core.workers
     try:
-        for low in range(0, max(layout.size, 1), max(width, 1)):
-            mean = bucket[: min(width, layout.size - low)]
-            if mine.finite:
-                layout.subtract(anchor.flat, local, low, mean)
-                squares += torch.linalg.vector_norm(mean).square()
+        for number, bucket in enumerate(buckets.ranges):
+            bucket.subtract(anchor.flat, anchor.views, local)
+            squares += torch.linalg.vector_norm(bucket.flat).square()
+            if number == 0:
+                seen_all = not parked and bool(squares.isfinite())
+                finite = (seen_all or _all_finite(local)) and core.buffers.finite()
+            if not finite:
+                bucket.flat.zero_()
+            if number == 0:
+                extras = yield from _exchange_first(core, buckets, finite)
+                contributors = core.judge(extras)
             else:
-                mean.zero_()
-            if low > 0:
-                core.count_message((yield [mean]))
-            else:
-                yield from _exchange_first(core, bucket[: mean.numel() + tail.numel()], tail)
-                contributors = core.judge(tail)
+                core.count_message((yield [bucket.flat]))
             if contributors < core.workers:
-                mean.mul_(core.workers / contributors)
-            if not fits:
-                layout.write(local, low, mean)
+                bucket.flat.mul_(core.workers / contributors)
+            if parked:
+                bucket.write(local)
     except BaseException:
-        if not fits:
+        if parked:
             anchor.give()
         raise
-    means = layout.views(bucket[: layout.size]) if fits else [t.detach() for t in local]
+    means = [t.detach() for t in local] if parked else replica.layout.views(buckets.ranges[0].flat)
     _outer_step(core, means)
-    core.buffers.decode(tail[core.roll_call.size :], core.workers, contributors)
-    if not mine.finite:
+    core.buffers.decode(extras[core.roll_call.size :], core.workers, contributors)
+    if not finite:
         forget_nonfinite(core.inner)
     core.watch.add("sync_s", start, core.watch.now())
     core.record_sync(float(squares.sqrt()), core.ledger.bytes_sent - bytes_before)
 
 
-def _exchange_first(core: "Core", message: Tensor, tail: Tensor) -> Exchange:
-    """The message that carries the roll call; `tail` gets its mean."""
-    place = message[message.numel() - tail.numel() :]
-    place.copy_(tail)
+def _exchange_first(
+    core: "Core", buckets: Buckets, finite: bool
+) -> Generator[list[Tensor], int, Tensor]:
+    """The first bucket, with what all must know before anything is applied behind it: the roll
+    call and the buffers. Returns the mean of those."""
+    mine, like = core.attendance(finite=finite), core.anchor.flat
+    roll = core.roll_call.encode(core.worker, mine, like)
+    extras = torch.cat([roll, core.buffers.encode(core.worker, like) * mine.finite])
+    message, place = buckets.first_message(extras)
     began = time.perf_counter()
     core.count_message((yield [message]))
-    tail.copy_(place)
+    extras.copy_(place)
     core.exchange_s = time.perf_counter() - began
+    return extras
 
 
 def _outer_step(core: "Core", means: list[Tensor]) -> None:

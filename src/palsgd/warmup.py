@@ -82,28 +82,28 @@ def _replicated_meshes(model: nn.Module) -> Iterator[object]:
 def average_gradients(core: "Core") -> "Exchange":
     """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
     parameter without one on any worker keeps none."""
-    replica, layout = core.replica, core.replica.layout
-    like = torch.empty(0, dtype=replica.dtype, device=replica.device)
+    replica, buckets = core.replica, core.buckets()
+    like = buckets.ranges[0].flat
     present = like.new_tensor([float(p.grad is not None) for p in replica.params])
-    tail = torch.cat([present, core.buffers.encode(core.worker, like)])
-    width = min(core.bucket_size, layout.size)
-    bucket = like.new_empty(width + tail.numel())
-    for low in range(0, max(layout.size, 1), max(width, 1)):
-        mean = bucket[: min(width, layout.size - low)]
-        layout.read(_or_zeros(replica.grads(), replica.local()), low, mean)
-        if low > 0:
-            core.count_message((yield [mean]))
-        else:
-            message = bucket[: mean.numel() + tail.numel()]
-            message[mean.numel() :] = tail
+    extras = torch.cat([present, core.buffers.encode(core.worker, like)])
+    for number, bucket in enumerate(buckets.ranges):
+        bucket.read(_or_zeros(replica.grads(), replica.local()))
+        if number == 0:
+            message, place = buckets.first_message(extras)
             core.count_message((yield [message]))
-            tail.copy_(message[mean.numel() :])
-            used = tail[: present.numel()].tolist()
-            for param, share in zip(replica.params, used, strict=True):
-                if share > 0 and param.grad is None:
-                    param.grad = torch.zeros_like(param)
-        layout.write(_or_zeros(replica.grads(), replica.local()), low, mean)
-    core.buffers.decode(tail[present.numel() :], core.workers, core.workers)
+            extras.copy_(place)
+            _make_missing(replica.params, extras[: present.numel()].tolist())
+        else:
+            core.count_message((yield [bucket.flat]))
+        bucket.write(_or_zeros(replica.grads(), replica.local()))
+    core.buffers.decode(extras[present.numel() :], core.workers, core.workers)
+
+
+def _make_missing(params: list[Tensor], shares: list[float]) -> None:
+    """A gradient for each parameter that has one on another worker: `shares` of them do."""
+    for param, share in zip(params, shares, strict=True):
+        if share > 0 and param.grad is None:
+            param.grad = torch.zeros_like(param)
 
 
 def _or_zeros(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor]:
