@@ -23,34 +23,30 @@ class Buffers:
     def __init__(self, model: nn.Module, policy: str):
         one_of("buffers", policy, POLICIES)
         self.policy = policy
-        names, found = persistent_buffers(unwrapped(model))
-        self.names = names
+        self.averaged = policy == "average"
+        found = persistent_buffers(unwrapped(model))
         self._floats = [b for b in found if b.is_floating_point()]
         self._integers = [b for b in found if not b.is_floating_point()]
         pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
-        self.encoded_size = (
-            sum(b.numel() for b in self._floats) + pieces if policy == "average" else 0
-        )
+        self.encoded_size = sum(b.numel() for b in self._floats) + pieces
         self._global = [b.clone() for b in self.all()]
         self.current = policy != "recompute"  # do the kept ones belong to the newest global model?
 
     def all(self) -> list[Tensor]:
         return self._floats + self._integers
 
-    def encode(self, worker: int, like: Tensor) -> Tensor:
-        """What this worker sends: one flat tensor, empty unless buffers are averaged."""
-        if self.policy != "average":
-            return like.new_empty(0)
-        parts = [b.reshape(-1).to(like.dtype) for b in self._floats]
+    def encode(self, worker: int, like: Tensor, *, finite: bool = True) -> Tensor:
+        """What this worker sends, flat; zeros instead of floats that are to be left out."""
+        parts = [like.new_empty(0)]
+        for buffer in self._floats:
+            flat = buffer.reshape(-1).to(like.dtype)
+            parts.append(flat if finite else torch.zeros_like(flat))
         for buffer in self._integers:
             parts += [p.to(like.dtype) * (worker == 0) for p in _split(buffer)]
-        return torch.cat(parts) if parts else like.new_empty(0)
+        return torch.cat(parts)
 
     def decode(self, mean: Tensor, workers: int, contributors: int) -> None:
         """Set the buffers from the mean of what `contributors` of `workers` sent, and keep it."""
-        if self.policy != "average":
-            self.current = self.policy == "local"
-            return
         for buffer in self._floats:
             part, mean = mean[: buffer.numel()], mean[buffer.numel() :]
             buffer.copy_((part * (workers / contributors)).view(buffer.shape))
@@ -60,8 +56,15 @@ class Buffers:
             _join(buffer, (part * workers).round().long().view(-1, *buffer.shape))
         self.take()
 
+    def settle(self, mean: Tensor, workers: int, contributors: int) -> None:
+        """What a sync does: `decode`, or what else the policy says."""
+        if self.averaged:
+            self.decode(mean, workers, contributors)
+        elif self.policy == "recompute":
+            self.current = False
+
     def finite(self) -> bool:
-        return self.policy != "average" or all(bool(b.isfinite().all()) for b in self._floats)
+        return not self.averaged or all(bool(b.isfinite().all()) for b in self._floats)
 
     def take(self) -> None:
         """What the buffers hold now belongs to the global model."""
@@ -78,8 +81,8 @@ class Buffers:
 
     def recompute(
         self, model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any]
-    ) -> list[Tensor]:
-        """Re-estimate batch-norm statistics over `batches`; returns the buffers to be averaged."""
+    ) -> None:
+        """Re-estimate batch-norm statistics over `batches`."""
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         momenta, training = [norm.momentum for norm in norms], model.training
         for norm in norms:
@@ -93,23 +96,23 @@ class Buffers:
             model.train(training)
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-        return self._floats
 
-    def state(self) -> list[Tensor]:
-        return [kept.clone() for kept in self._global]
+    def state(self) -> dict[str, Any]:
+        return {"global": [kept.clone() for kept in self._global], "current": self.current}
 
-    def load(self, state: list[Tensor]) -> None:
-        for kept, saved in zip(self._global, state, strict=True):
+    def load(self, state: dict[str, Any]) -> None:
+        for kept, saved in zip(self._global, state["global"], strict=True):
             kept.copy_(saved)
+        self.current = state["current"]
 
 
-def persistent_buffers(model: nn.Module) -> tuple[list[str], list[Tensor]]:
-    found: dict[Tensor, str] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and not buffer.is_complex():
-                found.setdefault(buffer, f"{prefix}.{name}" if prefix else name)
-    return list(found.values()), list(found)
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set and not buffer.is_complex()
+    ]
 
 
 def _split(buffer: Tensor) -> list[Tensor]:
@@ -122,7 +125,4 @@ def _join(buffer: Tensor, pieces: Tensor) -> None:
     value = torch.zeros_like(pieces[0])
     for i, piece in enumerate(pieces):
         value |= piece << (16 * i)
-    bits = 16 * len(pieces)
-    if bits < 64 and buffer.dtype.is_signed:  # the top bit of the last piece is the sign
-        value = (value << (64 - bits)) >> (64 - bits)
-    buffer.copy_(value)
+    buffer.copy_(value)  # which wraps around: the top bit of a signed type is its sign again

@@ -46,6 +46,7 @@ class Core:
         self._combine = transport.combine
         self._skip_nonfinite, self._max_norm = skip_nonfinite, max_norm
         self.bucket_size = bucket_size
+        self.like = torch.empty(0, dtype=replica.dtype, device=replica.device)  # of all messages
         self.scheduler: Any = None
         self.roll_call = RollCall(self.workers)
         self.ledger = Ledger()
@@ -81,11 +82,10 @@ class Core:
         which on a fast link weigh as much as the arithmetic.
         """
         extras = self.roll_call.size + len(self.replica.params) + self.buffers.encoded_size
-        like = torch.empty(0, dtype=self.replica.dtype, device=self.replica.device)
         if whole and self.replica.layout.size > self.bucket_size:
-            return Buckets(self.replica.layout, self.replica.layout.size, extras, like)
+            return Buckets(self.replica.layout, self.replica.layout.size, extras, self.like)
         if self._buckets is None:
-            self._buckets = Buckets(self.replica.layout, self.bucket_size, extras, like)
+            self._buckets = Buckets(self.replica.layout, self.bucket_size, extras, self.like)
         return self._buckets
 
     def step(self) -> Exchange:
@@ -123,8 +123,6 @@ class Core:
         return self._mixing_run() == self._round_end() - self.clock
 
     def _warmup_step(self) -> Exchange:
-        self.ledger.warmup_steps += 1
-        self.ledger.syncs += 1
         if self.gradient_sync.in_step:
             self._book_time_since_last_step()
             with self.watch.timing("sync_s"):
@@ -133,6 +131,8 @@ class Core:
         elif self.workers > 1:
             self.ledger.bytes_sent += sum(g.nbytes for g in self.replica.grads() if g is not None)
         self._gradient_step(1.0)
+        self.ledger.warmup_steps += 1
+        self.ledger.syncs += 1
         if not self.warming_up:
             self.gradient_sync.switch(on=False)
 
@@ -141,7 +141,7 @@ class Core:
         self.anchor.take()
         self.buffers.take()
         mine = self.attendance(finite=True)
-        attendance = self.roll_call.encode(self.worker, mine, self.anchor.flat)
+        attendance = self.roll_call.encode(self.worker, mine, self.like)
         self.count_message((yield [attendance]))
         where = f"the start of the local phase (clock {self.clock})"
         check_consensus(self.roll_call.decode(attendance), where)

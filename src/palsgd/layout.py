@@ -33,13 +33,17 @@ class Layout:
         """The tensors inside `flat`, in the order and shape they were given."""
         return [self.view(i, flat, start) for i, start in enumerate(self.starts)]
 
+    def dense(self, i: int, tensor: Tensor) -> Tensor:
+        """Tensor `i` with this layout's strides: itself wherever it has them, else a copy."""
+        if tensor.stride() == self.strides[i]:
+            return tensor
+        shape, strides = self.shapes[i], self.strides[i]
+        fresh = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        return fresh.copy_(tensor)
+
     def flattened(self, i: int, tensor: Tensor) -> Tensor:
         """One-dimensional, in this layout's memory order: a view wherever strides allow one."""
-        if tensor.stride() != self.strides[i]:
-            tensor = torch.empty_strided(
-                self.shapes[i], self.strides[i], dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor)
-        return tensor.as_strided((self.sizes[i],), (1,))
+        return self.dense(i, tensor).as_strided((self.sizes[i],), (1,))
 
 
 class Bucket:

@@ -245,9 +245,10 @@ class LocalOptimizer(Optimizer):
         averaged over the workers: all of them must call."""
         buffers = self._core.buffers
         with self._global_model(), torch.no_grad():
-            for buffer in buffers.recompute(self.model, batches, forward):
-                self.transport.average([buffer])
-            buffers.take()
+            buffers.recompute(self.model, batches, forward)
+            sent = buffers.encode(self.transport.worker, self._core.like)
+            self.transport.average([sent])
+            buffers.decode(sent, self.transport.workers, self.transport.workers)
 
     # -- state ---------------------------------------------------------------------------------
 

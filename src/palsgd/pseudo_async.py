@@ -60,7 +60,7 @@ class PseudoAsync(Method):
         raise ValueError(
             f"mix_rate={self.mix_rate:g} gives beta={beta:.4g}, outside [0, 1], for param group "
             f"{group} (lr={rate:g}, mix_prob={self.mix_prob:g}); use "
-            + (f"mix_rate <= {self.mix_prob / rate:.6g}" if rate > 0 else "a learning rate >= 0")
+            + (f"mix_rate <= {self.mix_prob / rate:.12g}" if rate > 0 else "a learning rate >= 0")
         )
 
 

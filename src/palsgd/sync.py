@@ -56,9 +56,12 @@ def synchronize(core: "Core") -> Exchange:
         if parked:
             anchor.give()
         raise
-    means = [t.detach() for t in local] if parked else replica.layout.views(buckets.ranges[0].flat)
+    if parked:
+        means = [replica.layout.dense(i, t.detach()) for i, t in enumerate(local)]
+    else:
+        means = replica.layout.views(buckets.ranges[0].flat)
     _outer_step(core, means)
-    core.buffers.decode(extras[core.roll_call.size :], core.workers, contributors)
+    core.buffers.settle(extras[core.roll_call.size :], core.workers, contributors)
     if not finite:
         forget_nonfinite(core.inner)
     core.watch.add("sync_s", start, core.watch.now())
@@ -70,9 +73,11 @@ def _exchange_first(
 ) -> Generator[list[Tensor], int, Tensor]:
     """The first bucket, with what all must know before anything is applied behind it: the roll
     call and the buffers. Returns the mean of those."""
-    mine, like = core.attendance(finite=finite), core.anchor.flat
-    roll = core.roll_call.encode(core.worker, mine, like)
-    extras = torch.cat([roll, core.buffers.encode(core.worker, like) * mine.finite])
+    mine = core.attendance(finite=finite)
+    extras = core.roll_call.encode(core.worker, mine, core.like)
+    if core.buffers.averaged:
+        sent = core.buffers.encode(core.worker, core.like, finite=mine.finite)
+        extras = torch.cat([extras, sent])
     message, place = buckets.first_message(extras)
     began = time.perf_counter()
     core.count_message((yield [message]))

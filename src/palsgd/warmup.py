@@ -83,9 +83,10 @@ def average_gradients(core: "Core") -> "Exchange":
     """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
     parameter without one on any worker keeps none."""
     replica, buckets = core.replica, core.buckets()
-    like = buckets.ranges[0].flat
-    present = like.new_tensor([float(p.grad is not None) for p in replica.params])
-    extras = torch.cat([present, core.buffers.encode(core.worker, like)])
+    present = core.like.new_tensor([float(p.grad is not None) for p in replica.params])
+    extras = present
+    if core.buffers.averaged:
+        extras = torch.cat([present, core.buffers.encode(core.worker, core.like)])
     for number, bucket in enumerate(buckets.ranges):
         bucket.read(_or_zeros(replica.grads(), replica.local()))
         if number == 0:
@@ -96,7 +97,7 @@ def average_gradients(core: "Core") -> "Exchange":
         else:
             core.count_message((yield [bucket.flat]))
         bucket.write(_or_zeros(replica.grads(), replica.local()))
-    core.buffers.decode(extras[present.numel() :], core.workers, core.workers)
+    core.buffers.settle(extras[present.numel() :], core.workers, core.workers)
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:
