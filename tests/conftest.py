@@ -1,4 +1,5 @@
 import pytest
+import torch.distributed as dist
 
 from world import World
 
@@ -8,3 +9,11 @@ def world():
     world = World()
     yield world
     world.close()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """This process as the only worker."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

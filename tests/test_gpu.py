@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from problems import batches, global_vector, linear, mse, net, train
-from test_algorithm import RULES, expected
 
 import palsgd
+from problems import batches, linear, mse, net, train
+from test_algorithm import RULES, expected
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 

@@ -258,7 +258,7 @@ def fail_on(rank, what, style, policy="raise"):
 def test_trouble_on_one_rank_is_raised_on_all_four_and_names_its_replica(
     world, what, error, rank, style
 ):
-    for got in world.run(fail_on, workers=4, rank=rank, what=what, style=style):
+    for got in world.run(fail_on, workers=4, timeout=20, rank=rank, what=what, style=style):
         assert got[0] == error
         if what == "model" or rank == 3:  # of two anchors that differ, the first is believed
             assert f"worker {rank // 2} of 2" in got[1]

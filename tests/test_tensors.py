@@ -19,14 +19,6 @@ from problems import batches, global_vector, mse, net, train, vector
 RULES = dict(sync_every=4, mix_prob=0.3, mix_rate=1.0, seed=11)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """This process as the only worker."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def build(model, inner=None, **rules):
     inner = inner or torch.optim.SGD(model.parameters(), lr=0.05)
     return palsgd.PALSGD(model, inner, **(RULES | rules))

@@ -52,7 +52,8 @@ class World:
                 call = (job, kwargs, rank, workers, f"{folder}/store", timeout)
                 self._workers[rank][1].send_bytes(pickle.dumps(call))
             deadline = time.monotonic() + timeout + 60
-            return [self._collect(rank, deadline) for rank in range(workers)]
+            pipes = [pipe for _, pipe in self._workers[:workers]]
+            return [self._collect(pipe, deadline) for pipe in pipes]
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -69,13 +70,12 @@ class World:
         theirs.close()
         self._workers.append((process, ours))
 
-    def _collect(self, rank: int, deadline: float) -> Outcome:
-        pipe = self._workers[rank][1]
+    def _collect(self, pipe: Any, deadline: float) -> Outcome:
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return pickle.loads(pipe.recv_bytes())
             outcome = Outcome(error="Hang", message="no answer", trace="the worker hangs")
-        except EOFError:
+        except (EOFError, OSError):
             outcome = Outcome(error="Exit", message="the process ended", trace="the worker exited")
         self.close()  # the others may be stuck with it; the next call starts new processes
         return outcome

@@ -35,6 +35,9 @@ class Buffers:
     def all(self) -> list[Tensor]:
         return self._floats + self._integers
 
+    def describe(self) -> str:
+        return ", ".join(f"{str(b.dtype)[6:]}{list(b.shape)}" for b in self.all())
+
     def encode(self, worker: int, like: Tensor, *, finite: bool = True) -> Tensor:
         """What this worker sends, flat; zeros instead of floats that are to be left out."""
         parts = [like.new_empty(0)]

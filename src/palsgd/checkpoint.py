@@ -1,9 +1,14 @@
 """Checkpoints on torch.distributed.checkpoint: one folder per worker, sharded or not."""
 
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor
 from torch import Tensor, nn
@@ -30,8 +35,14 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
     has a folder of its own; its ranks write their shards into it together.
     """
     tensors: dict[str, Tensor] = {}
-    skeleton = _take_out(_contents(model, opt), "", tensors)
-    dcp.save(tensors | {"skeleton": skeleton}, checkpoint_id=_place(folder, opt), **_ranks(opt))
+    contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
+    skeleton = pickle.dumps(_take_out(contents, "", tensors))  # one leaf: not to be flattened
+    with _quiet():
+        dcp.save(
+            tensors | {_skeleton_key(opt): skeleton},
+            checkpoint_id=_place(folder, opt),
+            **_ranks(opt),
+        )
 
 
 def load(folder: str | Path, model: nn.Module, opt: LocalOptimizer, *, strict: bool = True) -> None:
@@ -42,17 +53,16 @@ def load(folder: str | Path, model: nn.Module, opt: LocalOptimizer, *, strict: b
             f"no checkpoint of worker {opt.transport.worker} at {place}; give the folder that "
             "palsgd.checkpoint.save wrote, on a disk this worker can read"
         )
-    found: dict[str, Any] = {"skeleton": None}
-    dcp.load(found, checkpoint_id=place, **_ranks(opt))
+    key = _skeleton_key(opt)
+    found: dict[str, Any] = {key: None}
     tensors: dict[str, Tensor] = {}
-    contents = _put_back(found["skeleton"], _mesh(opt), opt._core.replica.device, tensors)
-    dcp.load(tensors, checkpoint_id=place, **_ranks(opt))
+    with _quiet():
+        dcp.load(found, checkpoint_id=place, **_ranks(opt))
+        skeleton = pickle.loads(found[key])
+        contents = _put_back(skeleton, _mesh(opt), opt._core.replica.device, tensors)
+        dcp.load(tensors, checkpoint_id=place, **_ranks(opt))
     unwrapped(model).load_state_dict(contents["model"])
     opt.load_state_dict(contents["optimizer"], strict=strict)
-
-
-def _contents(model: nn.Module, opt: LocalOptimizer) -> dict[str, Any]:
-    return {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
 
 
 def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
@@ -94,6 +104,21 @@ def _place(folder: str | Path, opt: LocalOptimizer) -> Path:
 
 def _mesh(opt: LocalOptimizer) -> DeviceMesh | None:
     return next((p.device_mesh for p in opt._core.replica.params if isinstance(p, DTensor)), None)
+
+
+def _skeleton_key(opt: LocalOptimizer) -> str:
+    """Each rank of a worker has its own: the ledger is a rank's, not a worker's."""
+    inside = getattr(opt.transport, "inside", None)
+    return f"skeleton-{0 if inside is None else dist.get_rank(inside)}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that a worker of one rank saves alone, and that a checkpoint is written over;
+    both are meant."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def _ranks(opt: LocalOptimizer) -> dict[str, Any]:

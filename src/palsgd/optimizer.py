@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -66,7 +67,8 @@ class LocalOptimizer(Optimizer):
         self.model, self.inner, self.method = model, inner, method
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
-        inner.register_load_state_dict_post_hook(lambda _: self._share_inner())
+        share = weakref.WeakMethod(self._share_inner)  # no cycle that keeps sockets open
+        inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
         method.check(replica)
         self.transport = transport or find_transport(replica.params, group)
@@ -85,7 +87,15 @@ class LocalOptimizer(Optimizer):
         )
         self._showing_anchor = False
         self.config = self._describe(on_nonfinite, max_norm)
-        self.transport.agree(self.config | {"parameters": replica.describe()})
+        self.transport.agree(
+            self.config
+            | {
+                "parameters": replica.describe(),
+                "the model's buffers": self._core.buffers.describe(),
+                "bucket_mb": bucket_mb,
+                "gradients averaged by": type(self._core.gradient_sync).__name__,
+            }
+        )
         self._core.gradient_sync.switch(on=self._core.warming_up)
         self.set_scheduler(scheduler)
 
@@ -98,6 +108,8 @@ class LocalOptimizer(Optimizer):
         if outer is None:
             return None
         replica.anchor = Anchor(replica)
+        if not callable(outer):
+            raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
         built = outer(replica.anchor.params)
         if not isinstance(built, Optimizer):
             raise ValueError(
@@ -118,7 +130,6 @@ class LocalOptimizer(Optimizer):
             "buffers": self._core.buffers.policy,
             "on_nonfinite": on_nonfinite,
             "max_norm": max_norm,
-            "gradients averaged by": type(self._core.gradient_sync).__name__,
         }
 
     def set_scheduler(
@@ -167,6 +178,8 @@ class LocalOptimizer(Optimizer):
                     sent = self.transport.average(tensors)
                 except RuntimeError as error:
                     tensors = exchange.throw(self._lost_peer(error))
+                except BaseException as error:  # Ctrl-C, say
+                    tensors = exchange.throw(error)
                 else:
                     tensors = exchange.send(sent)
         except StopIteration:

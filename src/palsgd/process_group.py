@@ -35,10 +35,17 @@ class ProcessGroupTransport:
             dist.all_reduce(values, group=self.inside)
 
     def agree(self, settings: dict[str, Any]) -> None:
-        everyone: list[Any] = [None] * self.workers
-        dist.all_gather_object(everyone, settings, group=self._group)
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        check_agreement(everyone, [f"rank {rank}" for rank in ranks])
+        # Inside each worker first, then between them: so every rank sees every other's.
+        inside = _gathered([(dist.get_rank(), settings)], self.inside) if self.inside else None
+        everyone = _gathered(inside or [(dist.get_rank(), settings)], self._group)
+        everyone.sort(key=lambda found: found[0])
+        check_agreement([s for _, s in everyone], [f"rank {rank}" for rank, _ in everyone])
+
+
+def _gathered(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
+    lists: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lists, mine, group=group)
+    return [item for found in lists for item in found]
 
 
 def find_transport(params: list[Tensor], group: ProcessGroup | None) -> ProcessGroupTransport:

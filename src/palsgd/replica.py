@@ -47,7 +47,10 @@ class Replica:
         return [float(group["lr"]) for group in self._inner.param_groups]
 
     def check_unchanged(self) -> None:
-        if len(trainable(self._inner)) != len(self.params):
+        now = trainable(self._inner)
+        if len(now) != len(self.params) or any(
+            p is not q for p, q in zip(now, self.params, strict=True)
+        ):
             raise ValueError(
                 "parameters were frozen or unfrozen after the optimizer was built; build a new "
                 "palsgd optimizer at that point, so that every worker mixes and sends the same ones"
@@ -57,12 +60,11 @@ class Replica:
         return [None if p.grad is None else local_tensor(p.grad) for p in self.params]
 
     def describe(self) -> str:
-        """The same text on every worker whose tensors can be averaged with ours."""
-        local = self.local()
-        kinds = zip(self.names, local, strict=True)
-        shapes = [f"{name}:{t.dtype}:{tuple(t.shape)}:{t.stride()}" for name, t in kinds]
-        total = sum(t.numel() for t in local)
-        return f"{len(local)} tensors, {total} elements, layout {_checksum(shapes):08x}"
+        """The same text on every rank whose tensors go with ours: names, types, whole shapes."""
+        kinds = zip(self.names, self.params, strict=True)
+        shapes = [f"{name}:{p.dtype}:{tuple(p.shape)}:{p.stride()}" for name, p in kinds]
+        total = sum(p.numel() for p in self.params)
+        return f"{len(shapes)} tensors, {total} elements, layout {_checksum(shapes):08x}"
 
 
 class Anchor:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from palsgd.replica import Replica, local_tensor
 
@@ -36,10 +37,10 @@ def load_state(opt: "LocalOptimizer", state: dict[str, Any], *, strict: bool) ->
         _check_settings(opt.config, state["config"])
     core = opt._core
     opt.inner.load_state_dict(state["inner"])
-    core.opened = state["anchor"] is not None
+    core.opened = state["anchor"] is not None and core.replica.anchor is not None
     if core.opened:
         _load_anchor(core.replica, state["anchor"])
-        core.outer.load_state_dict(_plain(state["outer"]))
+        _load_outer(core.outer, _plain(state["outer"]), keep_settings=not strict)
     core.buffers.load(state["buffers"])
     if core.scheduler is not None and state["scheduler"] is not None:
         core.scheduler.load_state_dict(state["scheduler"])
@@ -79,12 +80,21 @@ def _load_anchor(replica: Replica, saved: dict[str, Tensor]) -> None:
 def _outer_state(opt: "LocalOptimizer") -> dict[str, Any]:
     """The outer optimizer's state, its tensors marked as shards where the parameters are."""
     state = opt._core.outer.state_dict()
+    state["state"] = {index: dict(entry) for index, entry in state["state"].items()}  # torch's own
     params = opt._core.replica.params
     for index, entry in state["state"].items():
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.shape == local_tensor(params[index]).shape:
                 entry[key] = _like_shard(value, params[index])
     return state
+
+
+def _load_outer(outer: Optimizer, state: dict[str, Any], *, keep_settings: bool) -> None:
+    own = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
+    outer.load_state_dict(state)
+    if keep_settings:
+        for group, settings in zip(outer.param_groups, own, strict=True):
+            group.update(settings)
 
 
 def _like_shard(local: Tensor, param: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.layout import Buckets
+from palsgd.roll_call import Attendance
 
 if TYPE_CHECKING:
     from palsgd.core import Core
@@ -33,7 +34,7 @@ def synchronize(core: "Core") -> Exchange:
     buckets = core.buckets(whole=whole)
     parked = len(buckets.ranges) > 1
     start, bytes_before = core.watch.now(), core.ledger.bytes_sent
-    squares, finite, contributors = anchor.flat.new_zeros(()), True, core.workers
+    squares, contributors = anchor.flat.new_zeros(()), core.workers
     try:
         for number, bucket in enumerate(buckets.ranges):
             bucket.subtract(anchor.flat, anchor.views, local)
@@ -41,10 +42,11 @@ def synchronize(core: "Core") -> Exchange:
             if number == 0:
                 seen_all = not parked and bool(squares.isfinite())
                 finite = (seen_all or _all_finite(local)) and core.buffers.finite()
-            if not finite:
+                mine = core.attendance(finite=finite)
+            if not mine.finite:  # some rank of this worker has seen inf or nan
                 bucket.flat.zero_()
             if number == 0:
-                extras = yield from _exchange_first(core, buckets, finite)
+                extras = yield from _exchange_first(core, buckets, mine)
                 contributors = core.judge(extras)
             else:
                 core.count_message((yield [bucket.flat]))
@@ -62,18 +64,17 @@ def synchronize(core: "Core") -> Exchange:
         means = replica.layout.views(buckets.ranges[0].flat)
     _outer_step(core, means)
     core.buffers.settle(extras[core.roll_call.size :], core.workers, contributors)
-    if not finite:
+    if not mine.finite:
         forget_nonfinite(core.inner)
     core.watch.add("sync_s", start, core.watch.now())
     core.record_sync(float(squares.sqrt()), core.ledger.bytes_sent - bytes_before)
 
 
 def _exchange_first(
-    core: "Core", buckets: Buckets, finite: bool
+    core: "Core", buckets: Buckets, mine: Attendance
 ) -> Generator[list[Tensor], int, Tensor]:
     """The first bucket, with what all must know before anything is applied behind it: the roll
     call and the buffers. Returns the mean of those."""
-    mine = core.attendance(finite=finite)
     extras = core.roll_call.encode(core.worker, mine, core.like)
     if core.buffers.averaged:
         sent = core.buffers.encode(core.worker, core.like, finite=mine.finite)
