@@ -8,6 +8,7 @@ from palsgd.loop import until
 from palsgd.method import Method
 from palsgd.optimizer import DDP, PALSGD, DiLoCo, LocalOptimizer, LocalSGD
 from palsgd.outer import nesterov
+from palsgd.simulator import simulate
 from palsgd.transport import Transport
 
 __version__ = "0.1.0"
@@ -27,5 +28,6 @@ __all__ = [
     "checkpoint",
     "nesterov",
     "round_plan",
+    "simulate",
     "until",
 ]

@@ -6,7 +6,7 @@ simulator from its other workers.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,6 +59,7 @@ class Core:
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._buckets: Buckets | None = None
         self._left_step: Any = None  # the instant the last step ended
+        self.after_exchange: Callable[[], None] | None = None  # for whoever watches
         self.since_sync = (0, 0, 0)  # clock, gradient and mixing steps at the last sync
 
     @property
@@ -135,6 +136,8 @@ class Core:
         self.ledger.syncs += 1
         if not self.warming_up:
             self.gradient_sync.switch(on=False)
+        if self.after_exchange is not None:
+            self.after_exchange()
 
     def _open_local_phase(self) -> Exchange:
         """The model becomes the anchor, once all workers have shown that theirs is the same."""
@@ -186,6 +189,8 @@ class Core:
         yield from synchronize(self)
         self.rounds += 1
         self.synced = True
+        if self.after_exchange is not None:
+            self.after_exchange()
 
     def round_of(self, clock: int) -> int:
         return int(clock - self.method.warmup_steps) // self.method.sync_every

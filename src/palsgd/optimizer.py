@@ -26,7 +26,7 @@ from palsgd.pseudo_async import PseudoAsync
 from palsgd.replica import Anchor, Replica
 from palsgd.state import load_state, save_state
 from palsgd.sync import Exchange
-from palsgd.transport import Transport
+from palsgd.transport import Transport, ambient_transport
 from palsgd.warmup import gradient_sync
 
 
@@ -71,7 +71,7 @@ class LocalOptimizer(Optimizer):
         inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
         method.check(replica)
-        self.transport = transport or find_transport(replica.params, group)
+        self.transport = transport or ambient_transport() or find_transport(replica.params, group)
         self.outer = self._build_outer(replica, outer)
         self._core = Core(
             method=method,

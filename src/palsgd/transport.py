@@ -1,5 +1,8 @@
 """The contract of a transport: it averages tensors over the workers. Nothing else is sent."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,6 +26,23 @@ class Transport(Protocol):
         """Raise a ValueError on every worker, naming worker, setting and both values, unless
         all workers call with equal settings."""
         ...
+
+
+_ambient: ContextVar["Transport | None"] = ContextVar("ambient transport", default=None)
+
+
+@contextmanager
+def ambient(transport: Transport) -> Iterator[None]:
+    """Optimizers built inside use `transport` unless told otherwise."""
+    token = _ambient.set(transport)
+    try:
+        yield
+    finally:
+        _ambient.reset(token)
+
+
+def ambient_transport() -> Transport | None:
+    return _ambient.get()
 
 
 def check_agreement(settings: list[dict[str, Any]], names: list[str]) -> None:

@@ -1,0 +1,6 @@
+"""K workers in one process on one device."""
+
+from palsgd.simulator.result import Result
+from palsgd.simulator.simulate import simulate
+
+__all__ = ["Result", "simulate"]

@@ -1,0 +1,45 @@
+"""One worker's data, with errors that say whose it was."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Batches:
+    """Batches of one worker, moved to the device; a list or loader starts over at its end."""
+
+    def __init__(self, data: Callable[[int], Iterable[Any]], worker: int, device: torch.device):
+        self._source, self._worker, self._device = data(worker), worker, device
+        self._iterator: Iterator[Any] = iter(self._source)
+        self._taken = 0
+
+    def next(self) -> Any:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            batch = self._again()
+        self._taken += 1
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self._device), batch)
+
+    def _again(self) -> Any:
+        self._iterator = iter(self._source)  # an iterator gives itself: still dry
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise ValueError(
+                f"the data of worker {self._worker} ran dry after {self._taken} batches; let "
+                "data(worker) return an endless iterator, or a list or loader that can start over"
+            ) from None
+
+
+def check_loss(loss: Any, worker: int | None, step: int) -> None:
+    whose = "" if worker is None else f" of worker {worker}"
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"the loss{whose} at gradient step {step} must be one number, got {kind}; "
+            "reduce it, for instance with .mean()"
+        )

@@ -1,0 +1,29 @@
+"""What a simulation returns."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from palsgd.ledger import Ledger
+
+
+@dataclass
+class Result:
+    """`history` has one entry per exchange between the workers, each a flat dict of figures:
+
+    clock, round, loss (mean over workers and gradient steps since the last entry), losses (per
+    worker), distance (of each worker to the anchor, before the sync), bytes_sent (per worker so
+    far, as if sent), metric (of the global model, where it was evaluated).
+    """
+
+    model: nn.Module  # the global model
+    engine: str  # "exact" or "vectorized"
+    history: list[dict[str, Any]] = field(default_factory=list)
+    ledgers: list[Ledger] = field(default_factory=list)  # one per worker
+    optimizers: list[Any] = field(default_factory=list)  # one per worker; exact engine only
+
+    @property
+    def ledger(self) -> Ledger:
+        """Worker 0's: bytes and counts of one worker, as `opt.ledger` has them in a real run."""
+        return self.ledgers[0]
