@@ -15,8 +15,18 @@ class Batches:
         self._source, self._worker, self._device = data(worker), worker, device
         self._iterator: Iterator[Any] = iter(self._source)
         self._taken = 0
+        self._held: list[Any] | None = None
+
+    def peek(self) -> Any:
+        """The next batch, which stays the next one."""
+        if self._held is None:
+            self._held = [self.next()]
+        return self._held[0]
 
     def next(self) -> Any:
+        if self._held is not None:
+            (batch,), self._held = self._held, None
+            return batch
         try:
             batch = next(self._iterator)
         except StopIteration:

@@ -1,6 +1,5 @@
 """The exact engine: the optimizers' own code, workers advanced one after another."""
 
-import copy
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -181,13 +180,6 @@ def mean_(requests: list[list[Tensor] | None], clock: int) -> int:
         for tensor in tensors:
             tensor.copy_(total)
     return sum(t.nbytes for t in lists[0])
-
-
-def identical_models(model: Callable[[], nn.Module], workers: int, device: Any) -> list[nn.Module]:
-    first = model()
-    if device is not None:
-        first = first.to(device)
-    return [first] + [copy.deepcopy(first) for _ in range(workers - 1)]
 
 
 def _seeded(seed: int, device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """K workers on one device, by the same rules as K real ones."""
 
+import copy
+import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,9 +11,12 @@ from torch import Tensor, nn
 
 from palsgd.draws import whole
 from palsgd.optimizer import LocalOptimizer
-from palsgd.simulator.exact import identical_models, run_exact
+from palsgd.simulator.exact import run_exact
 from palsgd.simulator.record import Evaluate, Recorder
 from palsgd.simulator.result import Result
+from palsgd.simulator.vectorized import CannotVectorizeError, Vectorized, run_vectorized
+
+log = logging.getLogger("palsgd")
 
 
 def simulate(
@@ -40,15 +46,46 @@ def simulate(
     seed = whole("seed", seed)
     whole("evaluate_every", evaluate_every, least=1)
     recorder = Recorder(evaluate, evaluate_every, progress)
+    if vectorize not in (True, False, "auto"):
+        raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        models = identical_models(model, workers, device)
+        first = model() if device is None else model().to(device)
+        check_memory(first, workers)
+        if vectorize:
+            try:
+                engine = Vectorized(copy.deepcopy(first), workers, loss, data, method)
+                engine.try_gradient()
+                torch.manual_seed(seed)
+                return run_vectorized(engine, steps, recorder)
+            except CannotVectorizeError as reason:
+                if vectorize is True:
+                    raise ValueError(
+                        f"this simulation cannot be vectorized: {reason}; use vectorize='auto'"
+                    ) from reason
+                log.warning("palsgd.simulate: workers one after another, because %s", reason)
         return run_exact(
-            models=models,
+            models=[first] + [copy.deepcopy(first) for _ in range(workers - 1)],
             steps=steps,
             loss=loss,
             data=data,
             method=method,
             seed=seed,
             recorder=recorder,
+        )
+
+
+def check_memory(model: nn.Module, workers: int) -> None:
+    """Refuse what cannot fit: per worker the weights, gradients and two tensors of inner state."""
+    device = next(model.parameters()).device
+    need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > free:
+        raise ValueError(
+            f"{workers} workers need about {need / 2**30:.1f} GiB for weights, gradients and inner "
+            f"state, activations not counted, and {free / 2**30:.1f} GiB are free on {device}; use "
+            f"at most {max(1, workers * free // need)} workers, or a smaller model"
         )

@@ -1,0 +1,381 @@
+"""The vectorized engine: K workers as one stacked program.
+
+Within a round workers need each other for nothing, so they need not share a clock: the j-th
+gradients of the round are computed for all workers at once, whatever steps they belong to, and
+mixing steps cost no gradient. With balanced draws all have equally many; otherwise the workers
+that have fewer sit out the last ones.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.utils import _pytree as pytree
+
+from palsgd.buffers import persistent_buffers
+from palsgd.ledger import Ledger
+from palsgd.method import Method
+from palsgd.optimizer import LocalOptimizer
+from palsgd.pseudo_async import PseudoAsync, collapsed
+from palsgd.roll_call import Attendance, check_finite
+from palsgd.simulator.batches import Batches
+from palsgd.simulator.exact import SimulatedTransport, check_losses
+from palsgd.simulator.record import Recorder
+from palsgd.simulator.result import Result
+from palsgd.simulator.stacked import stacked_optimizer
+from palsgd.transport import ambient
+
+
+class CannotVectorizeError(Exception):
+    """The reason, in one line."""
+
+
+@dataclass
+class Turn:
+    """A worker's j-th gradient step of a round: its tick, and the mixing steps that follow."""
+
+    tick: int
+    mixing: list[int] = field(default_factory=list)
+
+
+class _Loss(nn.Module):
+    """`loss(model, batch)` as a forward pass, so that functional_call can swap the weights in."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]):
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._loss(self.model, batch)
+
+
+class Vectorized:
+    def __init__(
+        self,
+        model: nn.Module,
+        workers: int,
+        loss: Callable[[nn.Module, Any], Tensor],
+        data: Callable[[int], Iterable[Any]],
+        method: Callable[[nn.Module], LocalOptimizer],
+    ):
+        with ambient(SimulatedTransport(0, workers, [])):
+            self.opt = method(model)
+        self.model, self.workers, self._module = model, workers, _Loss(model, loss)
+        self.core, self.method = self.opt._core, self.opt.method
+        if type(self.method) not in (Method, PseudoAsync):
+            raise CannotVectorizeError(f"{type(self.method).__name__} has rules of its own")
+        params = self.core.replica.params
+        if any(p.dtype != self.core.replica.dtype for p in params):
+            raise CannotVectorizeError("the model is of lower precision than its anchor")
+        group_of = [self._group_of(i) for i in range(len(params))]
+        inner, reason = stacked_optimizer(self.opt.inner, group_of)
+        if inner is None:
+            raise CannotVectorizeError(reason)
+        self._inner = inner
+        device = params[0].device
+        self._batches = [Batches(data, k, device) for k in range(workers)]
+        names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
+        self._names = [names[p] for p in params]
+        # One copy as long as all workers are equal (warm-up, DDP); K from the switch on.
+        self.params = [p.detach()[None].clone() for p in params]
+        self.state = [
+            self._inner.new_state(x, group) for x, group in zip(self.params, group_of, strict=True)
+        ]
+        kept = set(persistent_buffers(model))
+        named = list(self._module.named_buffers())
+        self._buffer_names = [name for name, b in named if b in kept]
+        self.buffers = [b.expand(workers, *b.shape).clone() for _, b in named if b in kept]
+        held = {id(p) for p in params}
+        self._constant = {n: b for n, b in named if b not in kept} | {
+            n: p.detach() for n, p in self._module.named_parameters() if id(p) not in held
+        }
+        self.ledgers = [Ledger() for _ in range(workers)]
+        self.clock = self.rounds = 0
+        self._losses: list[list[Tensor]] = [[] for _ in range(workers)]
+
+    def _group_of(self, i: int) -> int:
+        return next(g for g, members in enumerate(self.core.replica._groups) if i in members)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def try_gradient(self) -> None:
+        """Raise CannotVectorizeError if this model cannot be stacked; nothing changes."""
+        saved = [b.clone() for b in self.buffers]
+        try:
+            batches = [source.peek() for source in self._batches]
+            self._gradients(list(range(self.workers)), batches)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise CannotVectorizeError(f"vmap says: {reason}") from error
+        finally:
+            for buffer, old in zip(self.buffers, saved, strict=True):
+                buffer.copy_(old)
+
+    def _gradients(self, who: list[int], batches: list[Any]) -> tuple[list[Tensor], Tensor]:
+        """Gradients and losses of the workers in `who`, stacked."""
+        everyone, together = len(who) == self.workers, len(self.params[0]) == 1
+        params = self.params if everyone or together else [x[who] for x in self.params]
+        if together:
+            params = [x[0] for x in params]
+        buffers = self.buffers if everyone else [b[who] for b in self.buffers]
+
+        def loss_of(trained: list[Tensor], held: list[Tensor], batch: Any) -> Tensor:
+            weights = dict(zip(self._names, trained, strict=True))
+            states = dict(zip(self._buffer_names, held, strict=True))
+            loss = functional_call(self._module, (weights, states, self._constant), (batch,))
+            return loss.reshape(()) if loss.numel() == 1 else loss
+
+        axis = None if together and self.workers > 1 else 0
+        if together and self.workers == 1:
+            params = [x[None] for x in params]
+        run = vmap(grad_and_value(loss_of), in_dims=(axis, 0, 0), randomness="different")
+        grads, losses = run(params, buffers, stacked_batch(batches))
+        if not everyone:
+            for buffer, part in zip(self.buffers, buffers, strict=True):
+                buffer[who] = part
+        return list(grads), losses.detach()
+
+    def _take_gradients(self, who: list[int]) -> list[Tensor]:
+        grads, losses = self._gradients(who, [self._batches[k].next() for k in who])
+        for place, k in enumerate(who):
+            self._losses[k].append(losses[place])
+            self.ledgers[k].gradient_steps += 1
+        return grads
+
+    def _update(self, who: list[int], grads: list[Tensor], rates: list[list[float]]) -> None:
+        """One inner step of the workers in `who`; `rates[g]` has their learning rates."""
+        if self.core._max_norm is not None:
+            clip_each_(grads, self.core._max_norm)
+        if len(who) == len(self.params[0]):
+            self._inner.step(self.params, grads, rates, self.state)
+            return
+        params = [x[who] for x in self.params]
+        state = [[s[who] for s in kept] for kept in self.state]
+        self._inner.step(params, grads, rates, state)
+        for x, part in zip(self.params, params, strict=True):
+            x[who] = part
+        for kept, parts in zip(self.state, state, strict=True):
+            for s, part in zip(kept, parts, strict=True):
+                s[who] = part
+
+    # -- training --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def train(self, steps: int, recorder: Recorder) -> None:
+        while self.clock < steps and self.clock < self.method.warmup_steps:
+            self._warmup_step(recorder)
+        if self.clock < steps:
+            self._open()
+        while self.clock < steps:
+            first = int(self.clock - self.method.warmup_steps) % self.method.sync_every
+            end = min(steps, self.clock - first + self.method.sync_every)
+            self._round(end)
+            self._sync(recorder)
+
+    def _warmup_step(self, recorder: Recorder) -> None:
+        rates = self._tick()
+        everyone = list(range(self.workers))
+        with torch.enable_grad():
+            grads = self._take_gradients(everyone)
+        self._update([0], [g.mean(dim=0, keepdim=True) for g in grads], [[rate] for rate in rates])
+        if self.core.buffers.averaged:
+            self._average_buffers(everyone)
+        layout, core = self.core.replica.layout, self.core
+        extras = core.buffers.encoded_size if core.buffers.averaged else 0
+        elements = layout.size + len(core.replica.params) + extras
+        for ledger in self.ledgers:
+            ledger.warmup_steps += 1
+            ledger.syncs += 1
+            self._count_messages(ledger, elements)
+        self._record(recorder, [0.0] * self.workers)
+
+    def _open(self) -> None:
+        """From here on each worker has weights and inner state of its own."""
+        if len(self.params[0]) != self.workers:
+            self.params = [x.repeat(self.workers, *[1] * (x.dim() - 1)) for x in self.params]
+            self.state = [
+                [s.repeat(self.workers, *[1] * (s.dim() - 1)) for s in kept] for kept in self.state
+            ]
+        for view, x in zip(self.core.anchor.views, self.params, strict=True):
+            view.copy_(x[0])
+        for ledger in self.ledgers:
+            self._count_messages(ledger, self.core.roll_call.size)
+
+    def _round(self, end: int) -> None:
+        round = int(self.clock - self.method.warmup_steps) // self.method.sync_every
+        start = int(self.clock - self.method.warmup_steps) % self.method.sync_every
+        length = end - self.clock
+        rates = [self._tick() for _ in range(length)]
+        turns = []
+        for k in range(self.workers):
+            plan = self.method.plan(worker=k, round=round)[start : start + length]
+            self.ledgers[k].mixing_steps += sum(plan)
+            turns.append(turns_of(plan))
+        for j in range(max(len(found) for found in turns)):
+            who = [k for k, found in enumerate(turns) if j < len(found)]
+            with torch.enable_grad():
+                grads = self._take_gradients(who)
+            share = self.method.gradient_share
+            now = [rates[turns[k][j].tick] for k in who]
+            self._update(
+                who, grads, [[rate / share for rate in group] for group in zip(*now, strict=True)]
+            )
+            self._mix({k: turns[k][j].mixing for k in who}, rates)
+
+    def _mix(self, ticks: dict[int, list[int]], rates: list[list[float]]) -> None:
+        """Pull the workers that mix now, those of equal weight together."""
+        assert not any(ticks.values()) or isinstance(self.method, PseudoAsync)
+        alike: dict[tuple[float, ...], list[int]] = {}
+        for k, mixing in ticks.items():
+            if mixing:
+                betas = [self.method.betas(rates[tick]) for tick in mixing]  # type: ignore[attr-defined]
+                flat = [beta for step in betas for beta in step]
+                self.ledgers[k].saw_betas(min(flat), max(flat))
+                weights = tuple(collapsed(group) for group in zip(*betas, strict=True))
+                alike.setdefault(weights, []).append(k)
+        for weights, who in alike.items():
+            for group, weight in enumerate(weights):
+                members = self.core.replica._groups[group]
+                local = [self.params[i][k] for i in members for k in who]
+                anchor = [self.core.anchor.views[i] for i in members for _ in who]
+                torch._foreach_lerp_(local, anchor, weight)
+
+    def _sync(self, recorder: Recorder) -> None:
+        squares = torch.zeros(self.workers, dtype=torch.float64, device=self.params[0].device)
+        for x, a in zip(self.params, self.core.anchor.views, strict=True):
+            if x.numel():
+                squares += torch.linalg.vector_norm((a - x).flatten(1), dim=1).double().square()
+        distance = squares.sqrt().tolist()
+        who = self._contributors(distance)
+        for param, x in zip(self.core.anchor.params, self.params, strict=True):
+            part = x if len(who) == self.workers else x[who]
+            param.grad = (param - part).mean(dim=0)
+        self.method.global_rule(self.core.outer)
+        for param, x in zip(self.core.anchor.params, self.params, strict=True):
+            param.grad = None
+            x.copy_(param.expand_as(x))
+        if self.core.buffers.averaged:
+            self._average_buffers(who)
+        self.rounds += 1
+        core = self.core
+        extras = core.buffers.encoded_size if core.buffers.averaged else 0
+        for k, ledger in enumerate(self.ledgers):
+            ledger.syncs += 1
+            ledger.distance = distance[k]
+            for number, bucket in enumerate(self._bucket_sizes()):
+                self._count_messages(
+                    ledger, bucket + (core.roll_call.size + extras) * (number == 0)
+                )
+        self._record(recorder, distance)
+
+    def _contributors(self, distance: list[float]) -> list[int]:
+        finite = torch.tensor(distance).isfinite().tolist()
+        if not all(finite):
+            self._check_losses()
+            lines = [Attendance(0, ok, 0.0) for ok in finite]
+            where = f"the sync of round {self.rounds} (clock {self.clock})"
+            check_finite(lines, where, self.core._skip_nonfinite)
+            for kept in self.state:
+                for s in kept:
+                    s[[k for k, ok in enumerate(finite) if not ok]] = 0
+        return [k for k, ok in enumerate(finite) if ok]
+
+    def _average_buffers(self, who: list[int]) -> None:
+        """Floats by their mean over `who`, integers by worker 0's."""
+        for buffer in self.buffers:
+            mean = buffer[who].mean(dim=0) if buffer.is_floating_point() else buffer[0].clone()
+            buffer.copy_(mean.expand_as(buffer))
+
+    # -- bookkeeping -----------------------------------------------------------------------------
+
+    def _tick(self) -> list[float]:
+        """The learning rates at this step of the clock, which then moves on."""
+        rates = self.core.replica.learning_rates()
+        self.clock += 1
+        if self.core.scheduler is not None:
+            self.core.scheduler.step()
+        return rates
+
+    def _bucket_sizes(self) -> list[int]:
+        size, width = self.core.replica.layout.size, self.core.bucket_size
+        return [min(width, size - low) for low in range(0, max(1, size), width)]
+
+    def _count_messages(self, ledger: Ledger, elements: int) -> None:
+        ledger.messages += 1
+        if self.workers > 1:
+            ledger.bytes_sent += elements * self.core.replica.dtype.itemsize
+
+    def _check_losses(self) -> None:
+        found = [torch.stack(f).double().cpu() if f else torch.zeros(0) for f in self._losses]
+        totals = [ledger.gradient_steps for ledger in self.ledgers]
+        check_losses(found, totals, list(range(self.workers)))
+
+    def _record(self, recorder: Recorder, distance: list[float]) -> None:
+        if not self.core._skip_nonfinite:
+            self._check_losses()
+        losses = [
+            float(torch.stack(found).double().mean()) if found else float("nan")
+            for found in self._losses
+        ]
+        for found in self._losses:
+            found.clear()
+        recorder.add(
+            clock=self.clock,
+            round=self.rounds,
+            losses=losses,
+            distance=distance,
+            bytes_sent=self.ledgers[0].bytes_sent,
+            show=self.show,
+        )
+
+    def show(self) -> Any:
+        """The model with worker 0's weights and buffers, which right after a sync are the
+        global ones."""
+        with torch.no_grad():
+            for param, x in zip(self.core.replica.params, self.params, strict=True):
+                param.copy_(x[0])
+            named = dict(self._module.named_buffers())
+            for name, b in zip(self._buffer_names, self.buffers, strict=True):
+                named[name].copy_(b[0])
+        return nullcontext(self.model)
+
+
+def run_vectorized(engine: Vectorized, steps: int, recorder: Recorder) -> Result:
+    recorder.begin(steps)
+    engine.train(steps, recorder)
+    recorder.end()
+    engine.show()
+    return Result(
+        model=engine.model, engine="vectorized", history=recorder.history, ledgers=engine.ledgers
+    )
+
+
+def turns_of(plan: list[bool]) -> list[Turn]:
+    """The gradient steps of a plan, each with the mixing steps that follow it. Those at its head
+    follow none: local model and anchor are equal then, and nothing moves."""
+    turns: list[Turn] = []
+    for tick, mixes in enumerate(plan):
+        if not mixes:
+            turns.append(Turn(tick))
+        elif turns:
+            turns[-1].mixing.append(tick)
+    return turns
+
+
+def clip_each_(grads: list[Tensor], max_norm: float) -> None:
+    """torch.nn.utils.clip_grad_norm_, for each worker by itself."""
+    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+    scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+
+
+def stacked_batch(batches: list[Any]) -> Any:
+    return pytree.tree_map(
+        lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
+        *batches,
+    )
