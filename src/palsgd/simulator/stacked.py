@@ -2,16 +2,18 @@
 
 Torch's own optimizers would do for workers in lock step, but workers drift apart within a round:
 their clocks, and so their learning rates, differ, and under independent draws the number of
-gradients each has seen. So the scalars of an update are vectors here, one entry per worker.
+gradients each has seen. So the scalars of an update are columns here, one entry per worker.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Rates = list[list[float]]  # of the workers that step, for each parameter group
+State = list[list[Tensor]]  # for each parameter, tensors with the worker axis
+Step = Callable[[list[Tensor], list[Tensor], list[Tensor], State], None]
 
 
 class StackedSGD:
@@ -19,30 +21,33 @@ class StackedSGD:
         self._group_of, self._groups = group_of, groups
 
     def new_state(self, param: Tensor, group: int) -> list[Tensor]:
-        """The momentum, and whether there is one yet (the first is the gradient undamped)."""
-        if not self._groups[group]["momentum"]:
+        """The momentum and, where dampening matters, whether there is one yet: the first
+        momentum is the gradient itself."""
+        settings = self._groups[group]
+        if not settings["momentum"]:
             return []
         seen = torch.zeros(len(param), dtype=torch.float64, device=param.device)
-        return [torch.zeros_like(param), seen]
+        return (
+            [torch.zeros_like(param), seen] if settings["dampening"] else [torch.zeros_like(param)]
+        )
 
     def step(
-        self, params: list[Tensor], grads: list[Tensor], rates: Rates, state: list[list[Tensor]]
+        self, params: list[Tensor], grads: list[Tensor], rates: list[Tensor], state: State
     ) -> None:
+        """`rates[g]` has the learning rate of parameter group g, one entry per worker."""
         for i, (x, g, kept) in enumerate(zip(params, grads, state, strict=True)):
             settings = self._groups[self._group_of[i]]
+            mu = settings["momentum"]
             if settings["weight_decay"]:
-                g = g.add(x, alpha=settings["weight_decay"])
-            if settings["momentum"]:
-                momentum, seen = kept
-                damped = 1 - settings["dampening"] * seen
-                momentum.mul_(settings["momentum"]).add_(g * column(damped, g))
-                seen.fill_(1.0)
-                g = (
-                    g.add(momentum, alpha=settings["momentum"])
-                    if settings["nesterov"]
-                    else momentum
-                )
-            subtract_scaled_(x, g, rates[self._group_of[i]])
+                g = g + settings["weight_decay"] * x
+            if mu:
+                damped = g
+                if settings["dampening"]:
+                    damped = g * column(1 - settings["dampening"] * kept[1], g)
+                    kept[1].fill_(1.0)
+                kept[0].mul_(mu).add_(damped)
+                g = g + mu * kept[0] if settings["nesterov"] else kept[0]
+            x.sub_(column(rates[self._group_of[i]], x) * g)
 
 
 class StackedAdam:
@@ -54,24 +59,23 @@ class StackedAdam:
         return [torch.zeros_like(param), torch.zeros_like(param), steps]
 
     def step(
-        self, params: list[Tensor], grads: list[Tensor], rates: Rates, state: list[list[Tensor]]
+        self, params: list[Tensor], grads: list[Tensor], rates: list[Tensor], state: State
     ) -> None:
         for i, (x, g, (first, second, steps)) in enumerate(zip(params, grads, state, strict=True)):
             settings, lr = self._groups[self._group_of[i]], rates[self._group_of[i]]
             beta1, beta2 = settings["betas"]
             decay = settings["weight_decay"]
-            steps += 1
+            steps.add_(1)
             if decay and self._decoupled:
-                subtract_scaled_(x, x, [rate * decay for rate in lr])
+                x.mul_(column(1 - lr * decay, x))
             elif decay:
-                g = g.add(x, alpha=decay)
+                g = g + decay * x
             first.lerp_(g, 1 - beta1)
             second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             # x -= lr / (1 - beta1^t) * first / (sqrt(second) / sqrt(1 - beta2^t) + eps)
-            scale = (1 - beta2**steps).sqrt().reciprocal()
-            size = torch.tensor(lr, dtype=torch.float64, device=x.device) / (1 - beta1**steps)
-            denominator = second.sqrt().mul_(column(scale, x)).add_(settings["eps"])
-            x.sub_(first.div(denominator).mul_(column(size, x)))
+            scale = column((1 - beta2**steps).rsqrt(), x)
+            size = column(lr / (1 - beta1**steps), x)
+            x.sub_(size * first / (second.sqrt() * scale + settings["eps"]))
 
 
 def stacked_optimizer(
@@ -92,11 +96,3 @@ def stacked_optimizer(
 def column(values: Tensor, like: Tensor) -> Tensor:
     """One value per worker, shaped to multiply `like`."""
     return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
-
-
-def subtract_scaled_(x: Tensor, by: Tensor, scales: list[float]) -> None:
-    if all(scale == scales[0] for scale in scales):
-        x.sub_(by, alpha=scales[0])
-    else:
-        values = torch.tensor(scales, dtype=torch.float64, device=x.device)
-        x.sub_(by * column(values, x))

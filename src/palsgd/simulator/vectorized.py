@@ -6,8 +6,9 @@ mixing steps cost no gradient. With balanced draws all have equally many; otherw
 that have fewer sit out the last ones.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,10 @@ from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import SimulatedTransport, check_losses
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
-from palsgd.simulator.stacked import stacked_optimizer
+from palsgd.simulator.stacked import Step, stacked_optimizer
 from palsgd.transport import ambient
+
+log = logging.getLogger("palsgd")
 
 
 class CannotVectorizeError(Exception):
@@ -61,6 +64,7 @@ class Vectorized:
         loss: Callable[[nn.Module, Any], Tensor],
         data: Callable[[int], Iterable[Any]],
         method: Callable[[nn.Module], LocalOptimizer],
+        compiled: bool,
     ):
         with ambient(SimulatedTransport(0, workers, [])):
             self.opt = method(model)
@@ -94,8 +98,10 @@ class Vectorized:
             n: p.detach() for n, p in self._module.named_parameters() if id(p) not in held
         }
         self.ledgers = [Ledger() for _ in range(workers)]
+        self._columns: dict[tuple[float, ...], Tensor] = {}
+        self._programs(compiled)
         self.clock = self.rounds = 0
-        self._losses: list[list[Tensor]] = [[] for _ in range(workers)]
+        self._losses: list[tuple[list[int], Tensor]] = []  # who and what, since the last exchange
 
     def _group_of(self, i: int) -> int:
         return next(g for g, members in enumerate(self.core.replica._groups) if i in members)
@@ -107,42 +113,61 @@ class Vectorized:
         saved = [b.clone() for b in self.buffers]
         try:
             batches = [source.peek() for source in self._batches]
-            self._gradients(list(range(self.workers)), batches)
+            try:
+                self._gradients(list(range(self.workers)), batches)
+            except RuntimeError as error:
+                if not self._compiled:
+                    raise
+                log.warning("palsgd.simulate: not compiled, because %s", _first_line(error))
+                self._programs(compiled=False)
+                self._gradients(list(range(self.workers)), batches)
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise CannotVectorizeError(f"vmap says: {reason}") from error
+            raise CannotVectorizeError(f"vmap says: {_first_line(error)}") from error
         finally:
             for buffer, old in zip(self.buffers, saved, strict=True):
                 buffer.copy_(old)
 
     def _gradients(self, who: list[int], batches: list[Any]) -> tuple[list[Tensor], Tensor]:
         """Gradients and losses of the workers in `who`, stacked."""
-        everyone, together = len(who) == self.workers, len(self.params[0]) == 1
-        params = self.params if everyone or together else [x[who] for x in self.params]
-        if together:
-            params = [x[0] for x in params]
-        buffers = self.buffers if everyone else [b[who] for b in self.buffers]
+        if len(self.params[0]) == 1:  # one copy of the weights, a batch for each worker
+            one = [x[0] for x in self.params]
+            return self._run(self._shared_weights, one, self.buffers, batches)
+        if len(who) == self.workers:
+            return self._run(self._own_weights, self.params, self.buffers, batches)
+        buffers = [b[who] for b in self.buffers]
+        found = self._run(self._some_workers, [x[who] for x in self.params], buffers, batches)
+        for buffer, part in zip(self.buffers, buffers, strict=True):
+            buffer[who] = part
+        return found
 
-        def loss_of(trained: list[Tensor], held: list[Tensor], batch: Any) -> Tensor:
-            weights = dict(zip(self._names, trained, strict=True))
-            states = dict(zip(self._buffer_names, held, strict=True))
-            loss = functional_call(self._module, (weights, states, self._constant), (batch,))
-            return loss.reshape(()) if loss.numel() == 1 else loss
-
-        axis = None if together and self.workers > 1 else 0
-        if together and self.workers == 1:
-            params = [x[None] for x in params]
-        run = vmap(grad_and_value(loss_of), in_dims=(axis, 0, 0), randomness="different")
-        grads, losses = run(params, buffers, stacked_batch(batches))
-        if not everyone:
-            for buffer, part in zip(self.buffers, buffers, strict=True):
-                buffer[who] = part
+    def _run(
+        self, program: Callable, params: list[Tensor], buffers: list[Tensor], batches: list[Any]
+    ) -> tuple[list[Tensor], Tensor]:
+        grads, losses = program(params, buffers, stacked_batch(batches))
         return list(grads), losses.detach()
+
+    def _programs(self, compiled: bool) -> None:
+        """The stacked programs. Only those that always run on all workers are compiled: a set of
+        workers of another size would be another program."""
+        self._compiled = compiled
+        run = grad_and_value(self._loss_of)
+        own = vmap(run, in_dims=(0, 0, 0), randomness="different")
+        shared = vmap(run, in_dims=(None, 0, 0), randomness="different")
+        build = torch.compile if compiled else _as_it_is
+        self._own_weights, self._shared_weights = build(own), build(shared)
+        self._some_workers = own
+        self._step_all: Step = build(self._inner.step)
+
+    def _loss_of(self, trained: list[Tensor], held: list[Tensor], batch: Any) -> Tensor:
+        weights = dict(zip(self._names, trained, strict=True))
+        states = dict(zip(self._buffer_names, held, strict=True))
+        loss = functional_call(self._module, (weights, states, self._constant), (batch,))
+        return loss.reshape(()) if loss.numel() == 1 else loss
 
     def _take_gradients(self, who: list[int]) -> list[Tensor]:
         grads, losses = self._gradients(who, [self._batches[k].next() for k in who])
-        for place, k in enumerate(who):
-            self._losses[k].append(losses[place])
+        self._losses.append((who, losses))
+        for k in who:
             self.ledgers[k].gradient_steps += 1
         return grads
 
@@ -150,17 +175,28 @@ class Vectorized:
         """One inner step of the workers in `who`; `rates[g]` has their learning rates."""
         if self.core._max_norm is not None:
             clip_each_(grads, self.core._max_norm)
+        columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
-            self._inner.step(self.params, grads, rates, self.state)
+            self._step_all(self.params, grads, columns, self.state)
             return
         params = [x[who] for x in self.params]
         state = [[s[who] for s in kept] for kept in self.state]
-        self._inner.step(params, grads, rates, state)
+        self._inner.step(params, grads, columns, state)
         for x, part in zip(self.params, params, strict=True):
             x[who] = part
         for kept, parts in zip(self.state, state, strict=True):
             for s, part in zip(kept, parts, strict=True):
                 s[who] = part
+
+    def _column(self, rates: list[float]) -> Tensor:
+        """Learning rates on the device; most rounds use the same few again and again."""
+        key = tuple(rates)
+        if key not in self._columns:
+            if len(self._columns) > 256:
+                self._columns.clear()
+            device = self.params[0].device
+            self._columns[key] = torch.tensor(rates, dtype=torch.float64, device=device)
+        return self._columns[key]
 
     # -- training --------------------------------------------------------------------------------
 
@@ -275,7 +311,8 @@ class Vectorized:
     def _contributors(self, distance: list[float]) -> list[int]:
         finite = torch.tensor(distance).isfinite().tolist()
         if not all(finite):
-            self._check_losses()
+            if not self.core._skip_nonfinite:
+                self._check(self._losses_so_far())
             lines = [Attendance(0, ok, 0.0) for ok in finite]
             where = f"the sync of round {self.rounds} (clock {self.clock})"
             check_finite(lines, where, self.core._skip_nonfinite)
@@ -309,24 +346,27 @@ class Vectorized:
         if self.workers > 1:
             ledger.bytes_sent += elements * self.core.replica.dtype.itemsize
 
-    def _check_losses(self) -> None:
-        found = [torch.stack(f).double().cpu() if f else torch.zeros(0) for f in self._losses]
+    def _losses_so_far(self) -> list[Tensor]:
+        """Of each worker since the last exchange, in one transfer from the device."""
+        if not self._losses:
+            return [torch.zeros(0)] * self.workers
+        flat = torch.cat([losses.reshape(-1) for _, losses in self._losses]).double().cpu()
+        owner = torch.tensor([k for who, _ in self._losses for k in who])
+        return [flat[owner == k] for k in range(self.workers)]
+
+    def _check(self, losses: list[Tensor]) -> None:
         totals = [ledger.gradient_steps for ledger in self.ledgers]
-        check_losses(found, totals, list(range(self.workers)))
+        check_losses(losses, totals, list(range(self.workers)))
 
     def _record(self, recorder: Recorder, distance: list[float]) -> None:
+        losses = self._losses_so_far()
         if not self.core._skip_nonfinite:
-            self._check_losses()
-        losses = [
-            float(torch.stack(found).double().mean()) if found else float("nan")
-            for found in self._losses
-        ]
-        for found in self._losses:
-            found.clear()
+            self._check(losses)
+        self._losses.clear()
         recorder.add(
             clock=self.clock,
             round=self.rounds,
-            losses=losses,
+            losses=[float(found.mean()) for found in losses],
             distance=distance,
             bytes_sent=self.ledgers[0].bytes_sent,
             show=self.show,
@@ -346,7 +386,8 @@ class Vectorized:
 
 def run_vectorized(engine: Vectorized, steps: int, recorder: Recorder) -> Result:
     recorder.begin(steps)
-    engine.train(steps, recorder)
+    with fastest_convolutions():
+        engine.train(steps, recorder)
     recorder.end()
     engine.show()
     return Result(
@@ -372,6 +413,25 @@ def clip_each_(grads: list[Tensor], max_norm: float) -> None:
     scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@contextmanager
+def fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN try its algorithms: the stacked shapes never change and are unusual."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _as_it_is(program: Callable) -> Callable:
+    return program
 
 
 def stacked_batch(batches: list[Any]) -> Any:
