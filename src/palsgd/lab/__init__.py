@@ -1,0 +1,1 @@
+"""Workloads and experiments on top of the library, which never imports them."""

@@ -1,0 +1,95 @@
+"""CIFAR-10 from disk, as tensors that live on the training device."""
+
+import json
+import lzma
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+_MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True)
+class Split:
+    images: Tensor  # uint8, N x 3 x 32 x 32
+    labels: Tensor
+
+    def to(self, device: Any) -> "Split":
+        return Split(self.images.to(device), self.labels.to(device))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def load(folder: str | Path) -> tuple[Split, Split]:
+    """Training and test split from any of three forms: the original Python batches, those as
+    lossless WebP sprites, or a sprite per split with `labels.json`."""
+    root = Path(folder)
+    for place in (root, root / "cifar-10-batches-py"):
+        if (place / "data_batch_1").exists():
+            return _join([_original(place, name) for name in _BATCHES])
+    if (root / "data_batch_1.webp").exists():
+        return _compact(root)
+    if (root / "labels.json").exists():
+        labels = json.loads((root / "labels.json").read_text())
+        train, test = (
+            Split(_sprite(root / f"{name}.webp"), torch.tensor(labels[name]["labels"]))
+            for name in ("train", "test")
+        )
+        return train, test
+    raise ValueError(
+        f"no CIFAR-10 in {root}: looked for data_batch_1 (there or in cifar-10-batches-py), "
+        "data_batch_1.webp and labels.json; get cifar-10-python.tar.gz from "
+        "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there"
+    )
+
+
+def normalized(images: Tensor) -> Tensor:
+    mean = torch.tensor(_MEAN, device=images.device).view(3, 1, 1)
+    std = torch.tensor(_STD, device=images.device).view(3, 1, 1)
+    return (images.float() / 255 - mean) / std
+
+
+def _original(place: Path, name: str) -> Split:
+    try:
+        with open(place / name, "rb") as file:
+            found = pickle.load(file, encoding="bytes")
+        images = torch.from_numpy(np.array(found[b"data"])).view(-1, 3, 32, 32)
+        return Split(images, torch.tensor(found[b"labels"]))
+    except (OSError, pickle.UnpicklingError, KeyError, EOFError, RuntimeError) as error:
+        raise ValueError(
+            f"{place / name} is missing or corrupt ({error}); unpack it again"
+        ) from error
+
+
+def _compact(root: Path) -> tuple[Split, Split]:
+    with lzma.open(root / "labels_filenames.tsv.xz", "rt") as rows:
+        labels = torch.tensor([int(row.split("\t")[0]) for row in rows])
+    images = [_sprite(root / f"{name}.webp") for name in _BATCHES]
+    lengths = [len(part) for part in images]
+    return _join([Split(i, part) for i, part in zip(images, labels.split(lengths), strict=True)])
+
+
+def _join(parts: list[Split]) -> tuple[Split, Split]:
+    *train, test = parts
+    images = torch.cat([part.images for part in train])
+    return Split(images, torch.cat([part.labels for part in train])), test
+
+
+def _sprite(path: Path) -> Tensor:
+    """Tiles of 32 x 32 pixels, row by row."""
+    from PIL import Image
+
+    try:
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+    except OSError as error:
+        raise ValueError(f"{path} is missing or not an image ({error}); copy it again") from error
+    rows, columns = pixels.shape[0] // 32, pixels.shape[1] // 32
+    tiles = pixels.reshape(rows, 32, columns, 32, 3).transpose(0, 2, 4, 1, 3)
+    return torch.from_numpy(np.ascontiguousarray(tiles).reshape(-1, 3, 32, 32))

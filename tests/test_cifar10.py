@@ -1,0 +1,87 @@
+"""CIFAR-10 from disk, and the study that runs on it."""
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from palsgd.lab import cifar10
+
+ROOT = Path(__file__).parent.parent
+MINI = ROOT.parent / "shared" / "data" / "cifar10-mini"
+needs_mini = pytest.mark.skipif(not MINI.exists(), reason="no ../shared/data/cifar10-mini here")
+
+
+def write_original(folder, rows=4):
+    """The original batches in small, as Python 2 pickled them."""
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in cifar10._BATCHES:
+        data = rng.integers(0, 256, size=(rows, 3072), dtype=np.uint8)
+        labels = rng.integers(0, 10, size=rows).tolist()
+        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels}, protocol=2))
+
+
+def test_the_original_batches_are_read_in_order(tmp_path):
+    write_original(tmp_path / "cifar-10-batches-py")
+    train, test = cifar10.load(tmp_path)
+    assert train.images.shape == (20, 3, 32, 32)
+    assert len(test) == 4
+    raw = pickle.loads((tmp_path / "cifar-10-batches-py" / "data_batch_2").read_bytes())
+    assert torch.equal(train.images[4:8].reshape(4, -1), torch.from_numpy(raw[b"data"]))
+    assert train.labels[4:8].tolist() == raw[b"labels"]
+
+
+def test_sprites_hold_the_tiles_row_by_row(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    tiles = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
+    grid = tiles.numpy().reshape(2, 3, 3, 32, 32).transpose(0, 3, 1, 4, 2).reshape(64, 96, 3)
+    for name in ("train", "test"):
+        image.fromarray(grid).save(tmp_path / f"{name}.webp", lossless=True)
+    labels = {name: {"labels": list(range(6))} for name in ("train", "test")}
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    train, test = cifar10.load(tmp_path)
+    assert torch.equal(train.images, tiles)
+    assert test.labels.tolist() == list(range(6))
+
+
+def test_a_missing_folder_says_what_was_looked_for(tmp_path):
+    with pytest.raises(ValueError, match=r"looked for data_batch_1 .* labels\.json"):
+        cifar10.load(tmp_path / "nowhere")
+
+
+def test_a_corrupt_file_is_named(tmp_path):
+    write_original(tmp_path)
+    (tmp_path / "data_batch_3").write_bytes(b"not a pickle")
+    with pytest.raises(ValueError, match="data_batch_3 is missing or corrupt"):
+        cifar10.load(tmp_path)
+
+
+def study(*arguments):
+    command = [sys.executable, str(ROOT / "examples" / "small_cnn.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@needs_mini
+def test_the_small_cnn_study_starts_with_one_command(tmp_path):
+    out = tmp_path / "study.json"
+    done = study(
+        "--data", str(MINI), "--workers", "2", "--epochs", "1", "--batch", "100",
+        "--sync-every", "4", "--device", "cpu", "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["ddp", "localsgd", "diloco", "palsgd"]
+    assert all(row["steps"] == 10 and 0 <= row["accuracy"] <= 1 for row in rows)
+
+
+def test_the_study_says_in_one_line_that_data_is_missing(tmp_path):
+    done = study("--data", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("small_cnn: no CIFAR-10 in")
+    assert len(done.stderr.splitlines()) == 1
