@@ -20,6 +20,7 @@ from common import machine, seconds, settle
 from torch import nn
 
 import palsgd
+from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.vectorized import Vectorized, fastest_convolutions
@@ -59,7 +60,8 @@ def vectorized_step(workers, size, device, compiled, rounds):
     """Seconds per tick of the clock over whole rounds, sync and mixing included."""
     torch.manual_seed(0)
     data = {k: batches(k, size, device) for k in range(workers)}
-    engine = Vectorized(small_cnn().to(device), workers, loss, data.__getitem__, method, compiled)
+    sources = [Batches(data.__getitem__, k, torch.device(device)) for k in range(workers)]
+    engine = Vectorized(small_cnn().to(device), workers, loss, sources, method, compiled)
     recorder = Recorder(None, 1, progress=False)
     recorder.begin(10**9)
     if device == "cuda":
@@ -90,7 +92,8 @@ def exact_step(workers, size, device):
         settle(device)
         start = time.perf_counter()
         result = run_exact(
-            models=models, steps=steps, loss=loss, data=data.__getitem__, method=method, seed=0,
+            models=models, steps=steps, loss=loss, method=method, seed=0,
+            batches=[Batches(data.__getitem__, k, torch.device(device)) for k in range(workers)],
             recorder=Recorder(None, 1, progress=False),
         )  # fmt: skip
         settle(device)

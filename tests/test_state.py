@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
 from palsgd.replica import unwrapped
-from problems import batches, mse, net, vector
+from problems import batches, linear, mse, net, train, vector
 
 WARMUP, H = 3, 5
 STEPS = WARMUP + 3 * H + 2  # the last round is cut short
@@ -488,3 +488,47 @@ def test_a_checkpoint_loaded_under_other_settings_names_them(world, tmp_path):
         assert "sync_every: saved 5, here 7" in got
     for got in world.run(load_checkpoint_under, workers=2, folder=str(tmp_path), strict=False):
         assert got is True
+
+
+class Interrupted:
+    """A lone worker's transport that is stopped once, in the middle of its n-th exchange."""
+
+    worker, workers = 0, 1
+
+    def __init__(self, stop_at):
+        self.left = stop_at
+
+    def average(self, tensors):
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return 0
+
+    def combine(self, values):
+        pass
+
+    def agree(self, settings):
+        pass
+
+
+def test_a_sync_that_was_interrupted_is_made_up_for_after_a_resume():
+    def build(stop_at):
+        model = linear()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return model, palsgd.DiLoCo(
+            model, inner, sync_every=4, outer=palsgd.nesterov(0.5), transport=Interrupted(stop_at)
+        )
+
+    data = batches(0) * 4
+    whole, opt = build(0)
+    train(whole, opt, data, 8)
+    model, first = build(2)  # the second exchange: the first opens the local phase
+    with pytest.raises(KeyboardInterrupt):
+        train(model, first, data, 8)
+    assert (first.clock, first.rounds) == (4, 0)
+    resumed, second = build(0)
+    resumed.load_state_dict(model.state_dict())
+    second.load_state_dict(first.state_dict())
+    train(resumed, second, data[first.gradient_steps :], 8)
+    assert (second.clock, second.rounds) == (8, 2)
+    assert torch.equal(resumed.weight, whole.weight)

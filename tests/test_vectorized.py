@@ -203,3 +203,104 @@ def test_too_many_workers_for_the_memory_are_refused_before_the_run():
             workers=10**6, steps=1, model=lambda: nn.Linear(1000, 1000), loss=mse, data=batches,
             method=lambda m: palsgd.DDP(m, INNER["sgd"](m.parameters())),
         )  # fmt: skip
+
+
+class Unusual(nn.Module):
+    """Modules whose stacked program would not be what backward() computes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.kind = nn.Linear(4, 3), kind
+        if kind == "unused":
+            self.b = nn.Linear(2, 2)
+        elif kind == "list":
+            self.hidden = [self.a.weight]
+        elif kind == "twice":
+            self.b = self.a
+
+    def forward(self, x):
+        if self.kind == "list":
+            return nn.functional.linear(x, self.hidden[0], self.a.bias)
+        return self.a(x) + self.b(x) if self.kind == "twice" else self.a(x)
+
+
+@pytest.mark.parametrize("kind", ["unused", "list", "twice"])
+def test_auto_refuses_models_whose_stacked_program_differs(kind, caplog):
+    def run(vectorize):
+        torch.manual_seed(0)
+        return palsgd.simulate(
+            workers=2, steps=9, model=lambda: Unusual(kind).double(), loss=mse, data=batches,
+            method=lambda m: METHODS["balanced"](m, INNER["adamw"](m.parameters())),
+            vectorize=vectorize,
+        )  # fmt: skip
+
+    result = run("auto")
+    assert result.engine == "exact"
+    assert "because" in caplog.text
+    np.testing.assert_array_equal(vector(result.model), vector(run(False).model))
+
+
+def test_a_step_hook_on_the_inner_optimizer_is_not_passed_over():
+    def build(model):
+        inner = INNER["sgd"](model.parameters())
+        inner.register_step_pre_hook(lambda *_: None)
+        return METHODS["balanced"](model, inner)
+
+    with pytest.raises(ValueError, match="step hooks"):
+        palsgd.simulate(
+            workers=2, steps=9, model=linear, loss=mse, data=batches, method=build, vectorize=True
+        )
+
+
+def test_a_schedule_that_reads_the_optimizers_clock_is_the_same_in_both_engines():
+    def by_clock(opt):
+        return torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1 / (1 + 0.1 * opt.clock))
+
+    check(*both(linear, "independent", "momentum", scheduler=by_clock))
+
+
+def test_batches_of_unequal_size_are_taken_one_worker_after_another():
+    def data(worker):
+        *most, (a, y) = batches(worker)
+        return [*most, (a[: 6 - worker], y[: 6 - worker])]  # the last one of an epoch
+
+    check(*both(partial(net, dtype=torch.float64), "independent", "momentum", data=data))
+
+
+def test_scalar_parameters_are_stacked_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.a, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x):
+            return self.a(x) * self.scale
+
+    check(*both(lambda: Scaled().double(), "balanced", "adamw", max_norm=0.5))
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_an_evaluation_that_calls_eval_does_not_change_training(vectorize):
+    def run(evaluate):
+        return palsgd.simulate(
+            workers=3, steps=30, model=partial(net, dtype=torch.float64), loss=mse, data=batches,
+            method=lambda m: METHODS["balanced"](m, INNER["momentum"](m.parameters())),
+            evaluate=evaluate, vectorize=vectorize,
+        )  # fmt: skip
+
+    watched = run(lambda model: float(vector(model.eval())[0]))
+    np.testing.assert_array_equal(vector(watched.model), vector(run(None).model))
+    assert watched.history[-1]["metric"] == vector(watched.model)[0]
+
+
+def test_falling_back_does_not_lose_the_first_batch():
+    def run(vectorize):
+        sources = [iter(batches(k) * 20) for k in range(2)]
+        return palsgd.simulate(
+            workers=2, steps=9, model=linear, loss=mse, data=sources.__getitem__,
+            method=lambda m: METHODS["diloco"](m, torch.optim.Adagrad(m.parameters(), lr=0.1)),
+            vectorize=vectorize,
+        )  # fmt: skip
+
+    np.testing.assert_array_equal(vector(run("auto").model), vector(run(False).model))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import palsgd
-from problems import batches, global_vector, mse, net, vector
+from problems import batches, global_vector, linear, mse, net, train, vector
 from stepping import build, mean_of, sgd, take_step
 
 
@@ -158,3 +158,47 @@ def test_parameters_unused_on_one_rank_or_on_all_are_treated_as_torch_ddp_does(w
         np.testing.assert_array_equal(ours, twin)
     np.testing.assert_array_equal(found[0][0], found[1][0])
     np.testing.assert_array_equal(found[0][2], vector(Branches().double().none))
+
+
+def compiled_job():
+    """Gradients of a compiled, wrapped model before and after the warm-up."""
+    torch.manual_seed(0)
+    model = torch.compile(DistributedDataParallel(linear()), backend="eager")
+    opt = palsgd.DiLoCo(model, sgd(model), sync_every=50, warmup_steps=2)
+    grads = []
+    for batch in palsgd.until(batches(), opt, steps=5):
+        mse(model, batch).backward()
+        grads.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]).clone().numpy())
+        opt.step()
+        opt.zero_grad()
+    return grads
+
+
+def test_a_compiled_wrapped_model_stops_averaging_after_the_warmup(world):
+    first, second = world.run(compiled_job, workers=2)
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
+    assert not np.allclose(first[2], second[2])
+
+
+def partly_wrapped_job():
+    model = nn.Sequential(DistributedDataParallel(linear()), nn.Linear(3, 3).double())
+    return palsgd.DiLoCo(model, sgd(model), sync_every=5)
+
+
+def test_a_model_wrapped_in_part_is_refused(world):
+    for got in world.outcomes(partly_wrapped_job, workers=2):
+        assert got.error == "ValueError"
+        assert "wrap the whole model" in got.message
+
+
+def unequal_start_job(steps):
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 3).double()
+    train(model, palsgd.DDP(model, sgd(model)), batches(), steps)
+
+
+def test_plain_ddp_workers_that_start_apart_are_told_at_the_first_step(world):
+    for got in world.outcomes(unequal_start_job, workers=2, steps=5):
+        assert got.error == "ConsensusError"
+        assert "the first step (clock 0)" in got.message

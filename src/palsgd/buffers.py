@@ -24,13 +24,23 @@ class Buffers:
         one_of("buffers", policy, POLICIES)
         self.policy = policy
         self.averaged = policy == "average"
-        found = persistent_buffers(unwrapped(model))
-        self._floats = [b for b in found if b.is_floating_point()]
-        self._integers = [b for b in found if not b.is_floating_point()]
+        self._slots = persistent_buffers(unwrapped(model))
         pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
         self.encoded_size = sum(b.numel() for b in self._floats) + pieces
         self._global = [b.clone() for b in self.all()]
         self.current = policy != "recompute"  # do the kept ones belong to the newest global model?
+
+    def _now(self) -> list[Tensor]:
+        """Looked up each time: a module may put a new tensor in a buffer's place."""
+        return [getattr(module, name) for module, name in self._slots]
+
+    @property
+    def _floats(self) -> list[Tensor]:
+        return [b for b in self._now() if b.is_floating_point()]
+
+    @property
+    def _integers(self) -> list[Tensor]:
+        return [b for b in self._now() if not b.is_floating_point()]
 
     def all(self) -> list[Tensor]:
         return self._floats + self._integers
@@ -109,9 +119,9 @@ class Buffers:
         self.current = state["current"]
 
 
-def persistent_buffers(model: nn.Module) -> list[Tensor]:
+def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
-        buffer
+        (module, name)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set and not buffer.is_complex()

@@ -18,7 +18,7 @@ from palsgd.buffers import Buffers
 from palsgd.layout import Buckets
 from palsgd.ledger import Ledger, Stopwatch
 from palsgd.method import Method
-from palsgd.replica import Anchor, Replica
+from palsgd.replica import Anchor, Replica, digest
 from palsgd.roll_call import Attendance, RollCall, check_consensus, check_finite, waiting
 from palsgd.sync import Exchange, synchronize
 from palsgd.transport import Transport
@@ -53,7 +53,9 @@ class Core:
         self.watch = Stopwatch(self.ledger, replica.device)
         self.exchange_s = 0.0  # how long the last exchange took, waiting included
         self.clock = self.gradient_steps = self.rounds = 0
+        self.epoch = 0  # passes over the data that until() has begun, less one
         self.synced = False
+        self.started_alike = False  # have plain modules been compared, before their first step?
         self.opened = False  # has the local phase begun, is there an anchor?
         self.end: int | None = None  # the clock at which training ends, with a last sync
         self._plan: tuple[int, list[bool]] = (-1, [])
@@ -94,7 +96,7 @@ class Core:
         if self.warming_up:
             yield from self._warmup_step()
         else:
-            if not self.opened or self._in_idle_round():
+            if not self.opened or self._sync_is_due() or self._in_idle_round():
                 yield from self.skip_idle_rounds()
             self.synced = False
             self._tick_head()
@@ -112,6 +114,8 @@ class Core:
 
         Such a round changes nothing here, but its sync does. Also opens the local phase.
         """
+        if self.opened and self._sync_is_due():
+            yield from self._sync()
         if self.warming_up or self.clock == self.end:
             return
         if not self.opened:
@@ -119,6 +123,12 @@ class Core:
         while self.clock != self.end and self._in_idle_round():
             self._tick_head()
             yield from self._sync()
+
+    def _sync_is_due(self) -> bool:
+        """Did the last exchange fail, or was it interrupted, after the clock had come to it?"""
+        ticks = int(self.clock - self.method.warmup_steps)
+        at_end = ticks % self.method.sync_every == 0 or self.clock == self.end
+        return at_end and self.since_sync[0] != self.clock
 
     def _in_idle_round(self) -> bool:
         return self._mixing_run() == self._round_end() - self.clock
@@ -213,12 +223,23 @@ class Core:
             run += 1
         return run
 
-    def attendance(self, *, finite: bool) -> Attendance:
-        """This worker's line of the roll call; all its ranks, if several, give the same one."""
-        whole = torch.tensor([self.anchor.digest(), not finite], device=self.replica.device)
+    def attendance(self, *, finite: bool, model: Buckets | None = None) -> Attendance:
+        """This worker's line of the roll call; all its ranks, if several, give the same one.
+
+        The digest is that of the anchor or, before there is one, of the model, read through its
+        buckets, and the clock.
+        """
+        if model is None:
+            own = self.anchor.digest()
+        else:
+            own = self.clock
+            for bucket in model.ranges:
+                bucket.read(self.replica.local())
+                own += digest(bucket.flat)
+        whole = torch.tensor([own, not finite], device=self.replica.device)
         self._combine(whole)
-        digest, broken = whole.tolist()
-        return Attendance(digest & 0xFFFFFFFF, not broken, self.exchange_s)
+        total, broken = whole.tolist()
+        return Attendance(total & 0xFFFFFFFF, not broken, self.exchange_s)
 
     def judge(self, tail: Tensor) -> int:
         """Raise unless the sync may go ahead; else how many workers' models are in the mean."""
@@ -266,13 +287,14 @@ class Core:
         self._left_step = now
 
     def counts(self) -> dict[str, Any]:
-        names = ("gradient_steps", "rounds", "synced", "since_sync")
+        names = ("gradient_steps", "rounds", "synced", "since_sync", "epoch")
         return {name: getattr(self, name) for name in names}
 
     def resume(self, clock: int, counts: dict[str, Any]) -> None:
         self.clock = clock
         for name in self.counts():
             setattr(self, name, counts[name])
+        self.started_alike = False
         self.gradient_sync.switch(on=self.warming_up)
 
     def restart_watch(self) -> None:

@@ -14,13 +14,13 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
 
     Every worker stops at the same clock, whatever its loader's length and however many of its
     steps were mixing steps, so none waits for a sync that another will not reach. If `steps`
-    cuts a round short, that round is synced at the end.
+    cuts a round short, that round is synced at the end. The epoch that samplers are told goes
+    on after a resume; the place within it is the loader's to restore.
     """
     steps = whole("steps", steps)
     opt.run_until(steps)
-    epoch = 0
     while opt.clock < steps:
-        _set_epoch(loader, epoch)
+        _set_epoch(loader, opt._core.epoch)
         empty = True
         for batch in loader:
             empty = False
@@ -29,10 +29,11 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
                 return
         if empty:
             raise ValueError(
-                f"the loader ran dry at clock {opt.clock} of {steps} (pass {epoch} over it gave no "
-                "batch); give a loader that can be iterated again, such as a DataLoader or a list"
+                f"the loader ran dry at clock {opt.clock} of {steps} (pass {opt._core.epoch} over "
+                "it gave no batch); give a loader that can be iterated again, such as a "
+                "DataLoader or a list"
             )
-        epoch += 1
+        opt._core.epoch += 1
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

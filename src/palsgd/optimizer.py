@@ -60,9 +60,14 @@ class LocalOptimizer(Optimizer):
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
+        if not isinstance(inner, Optimizer):
+            raise ValueError(
+                f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
+                "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+            )
         one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
         for name, value in (("max_norm", max_norm), ("bucket_mb", bucket_mb)):
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ValueError(f"{name}={value!r} must be a number > 0")
         self.model, self.inner, self.method = model, inner, method
         super().__init__(inner.param_groups, inner.defaults)
@@ -136,8 +141,13 @@ class LocalOptimizer(Optimizer):
         self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
     ) -> None:
         """Have `scheduler` stepped once per tick of the clock, mixing steps included."""
-        if scheduler is not None and not hasattr(scheduler, "step"):
+        if callable(scheduler) and not hasattr(scheduler, "step"):
             scheduler = scheduler(self)
+        if scheduler is not None and not hasattr(scheduler, "step"):
+            raise ValueError(
+                f"scheduler={scheduler!r} is no scheduler; give an LRScheduler or a function that "
+                "makes one from the optimizer"
+            )
         if scheduler is not None:
             # A round may begin with mixing steps, which tick the scheduler before the first
             # inner step; torch would take that for calls in the wrong order and warn.

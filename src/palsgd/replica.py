@@ -87,11 +87,16 @@ class Anchor:
 
     def digest(self) -> int:
         """32 bits that are equal on two workers whose anchors are equal, bit for bit."""
-        pairs = self.flat.numel() * self.flat.itemsize // 8
-        total = int(self.flat[: pairs * 8 // self.flat.itemsize].view(torch.int64).sum())
-        if self.flat.numel() * self.flat.itemsize % 8:
-            total += int(self.flat[-1:].view(torch.int32))
-        return (total ^ (total >> 32)) & 0xFFFFFFFF
+        return digest(self.flat)
+
+
+def digest(flat: Tensor) -> int:
+    """32 bits of a flat float32 or float64 tensor: the sum of its 8-byte words, folded."""
+    pairs = flat.numel() * flat.itemsize // 8
+    total = int(flat[: pairs * 8 // flat.itemsize].view(torch.int64).sum())
+    if flat.numel() * flat.itemsize % 8:
+        total += int(flat[-1:].view(torch.int32))
+    return (total ^ (total >> 32)) & 0xFFFFFFFF
 
 
 _LARGE = 1 << 20  # elements from which a launch of its own is cheaper than a share of a joint one
@@ -114,13 +119,13 @@ def mix_(local: list[Tensor], anchor: list[Tensor], weight: float) -> None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Without DistributedDataParallel and torch.compile around it, so that names agree."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
+    model = uncompiled(model)
+    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    inside = getattr(model, "_orig_mod", None)
+    return inside if isinstance(inside, nn.Module) else model
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ def load_state(opt: "LocalOptimizer", state: dict[str, Any], *, strict: bool) ->
     if core.opened:
         _load_anchor(core.replica, state["anchor"])
         _load_outer(core.outer, _plain(state["outer"]), keep_settings=not strict)
+    elif core._outer is not None:
+        core.outer.state.clear()  # it starts empty at the switch
     core.buffers.load(state["buffers"])
     if core.scheduler is not None and state["scheduler"] is not None:
         core.scheduler.load_state_dict(state["scheduler"])

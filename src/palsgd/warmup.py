@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from palsgd.replica import uncompiled
+from palsgd.roll_call import Attendance, check_consensus
+
 if TYPE_CHECKING:
     from palsgd.core import Core
     from palsgd.sync import Exchange
@@ -62,8 +65,14 @@ class Hybrid:
 
 
 def gradient_sync(model: nn.Module) -> GradientSync:
+    model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
         return Wrapped(model)
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "a part of the model is wrapped in DistributedDataParallel; wrap the whole model, or "
+            "nothing of it"
+        )
     if any(True for _ in _replicated_meshes(model)):
         return Hybrid(model)
     return InStep()
@@ -84,20 +93,29 @@ def average_gradients(core: "Core") -> "Exchange":
     parameter without one on any worker keeps none."""
     replica, buckets = core.replica, core.buckets()
     present = core.like.new_tensor([float(p.grad is not None) for p in replica.params])
-    extras = present
+    # Before the first step, nobody else compares plain modules: the roll call does. Later it
+    # travels empty, so that a step costs the same bytes whether training was resumed or not.
+    mine = Attendance(0, True, 0.0)
+    if not core.started_alike:
+        mine = core.attendance(finite=True, model=buckets)
+    parts = [present, core.roll_call.encode(core.worker, mine, core.like)]
     if core.buffers.averaged:
-        extras = torch.cat([present, core.buffers.encode(core.worker, core.like)])
+        parts.append(core.buffers.encode(core.worker, core.like))
+    sizes, extras = [part.numel() for part in parts], torch.cat(parts)
     for number, bucket in enumerate(buckets.ranges):
         bucket.read(_or_zeros(replica.grads(), replica.local()))
         if number == 0:
             message, place = buckets.first_message(extras)
             core.count_message((yield [message]))
             extras.copy_(place)
-            _make_missing(replica.params, extras[: present.numel()].tolist())
+            shares, roll, *buffers = extras.split(sizes)
+            check_consensus(core.roll_call.decode(roll), f"the first step (clock {core.clock})")
+            core.started_alike = True
+            _make_missing(replica.params, shares.tolist())
         else:
             core.count_message((yield [bucket.flat]))
         bucket.write(_or_zeros(replica.grads(), replica.local()))
-    core.buffers.settle(extras[present.numel() :], core.workers, core.workers)
+    core.buffers.settle(torch.cat([core.like, *buffers]), core.workers, core.workers)
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:

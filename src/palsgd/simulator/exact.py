@@ -1,7 +1,7 @@
 """The exact engine: the optimizers' own code, workers advanced one after another."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +34,19 @@ class SimulatedTransport:
         check_agreement(self._settings, [f"worker {k}" for k in range(len(self._settings))])
 
 
+def built(
+    method: Callable[[nn.Module], LocalOptimizer], model: nn.Module, transport: SimulatedTransport
+) -> LocalOptimizer:
+    with ambient(transport):
+        opt = method(model)
+    if not isinstance(opt, LocalOptimizer):
+        raise ValueError(
+            f"method(model) must return a palsgd optimizer, got {type(opt).__name__}; use "
+            "lambda model: palsgd.DiLoCo(model, SGD(model.parameters(), 0.1), sync_every=32)"
+        )
+    return opt
+
+
 class Worker:
     """One simulated process: model, optimizer, data, and random numbers of its own."""
 
@@ -46,10 +59,10 @@ class Worker:
         batches: Batches,
         seed: int,
     ):
-        with ambient(transport):
-            self.opt = method(model)
+        self.opt = built(method, model, transport)
         self.model = model
         self.losses: list[Tensor] = []  # since the last exchange
+        self.metrics: list[float | None] = []
         self.notes: list[tuple[float, float]] = []  # mean loss and distance of each exchange
         self._worker, self._loss, self._batches = transport.worker, loss, batches
         self._rng = _seeded(seed, next(model.parameters()).device)
@@ -84,20 +97,19 @@ def run_exact(
     models: list[nn.Module],
     steps: int,
     loss: Callable[[nn.Module, Any], Tensor],
-    data: Callable[[int], Iterable[Any]],
+    batches: list[Batches],
     method: Callable[[nn.Module], LocalOptimizer],
     seed: int,
     recorder: Recorder,
 ) -> Result:
     settings: list[dict[str, Any]] = []
-    device = next(models[0].parameters()).device
     crew = [
         Worker(
             model,
             method,
             SimulatedTransport(k, len(models), settings),
             loss,
-            Batches(data, k, device),
+            batches[k],
             seed + k,
         )
         for k, model in enumerate(models)
@@ -121,6 +133,8 @@ def run_exact(
 
 def _note(recorder: Recorder, crew: list[Worker], worker: Worker) -> None:
     """One worker is through an exchange; with the last one, the exchange is history."""
+    if worker is crew[0]:  # the model that is returned is the model that is evaluated
+        worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
     worker.notes.append((_mean_loss(worker), worker.opt.ledger.distance))
     if worker is crew[-1]:
         notes = [each.notes.pop(0) for each in crew]
@@ -130,7 +144,7 @@ def _note(recorder: Recorder, crew: list[Worker], worker: Worker) -> None:
             losses=[loss for loss, _ in notes],
             distance=[distance for _, distance in notes],
             bytes_sent=worker.opt.ledger.bytes_sent,
-            show=worker.opt.anchor_weights,
+            metric=crew[0].metrics.pop(0),
         )
 
 

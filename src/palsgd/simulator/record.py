@@ -31,9 +31,8 @@ class Recorder:
         losses: list[float],
         distance: list[float],
         bytes_sent: int,
-        show: Callable[[], AbstractContextManager[nn.Module]],
+        metric: float | None,
     ) -> None:
-        """`show` gives the global model, to be evaluated where an evaluation is due."""
         entry: dict[str, Any] = {
             "clock": clock,
             "round": round,
@@ -42,12 +41,24 @@ class Recorder:
             "distance": distance,
             "bytes_sent": bytes_sent,
         }
-        due = clock >= self._steps or len(self.history) % self._every == self._every - 1
-        if self._evaluate is not None and due:
-            with show() as model, torch.random.fork_rng():
-                entry["metric"] = float(self._evaluate(model))
+        if metric is not None:
+            entry["metric"] = metric
         self.history.append(entry)
         self._draw(clock)
+
+    def metric(
+        self, clock: int, show: Callable[[], AbstractContextManager[nn.Module]]
+    ) -> float | None:
+        """The metric of the global model, which `show` gives, where one is due."""
+        due = clock >= self._steps or len(self.history) % self._every == self._every - 1
+        if self._evaluate is None or not due:
+            return None
+        with show() as model, torch.random.fork_rng():
+            modes = [(module, module.training) for module in model.modules()]
+            value = float(self._evaluate(model))
+            for module, training in modes:  # an evaluation that calls eval() ends there
+                module.training = training
+        return value
 
     def end(self) -> None:
         if self._bar and self._shown:

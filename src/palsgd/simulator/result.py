@@ -25,5 +25,6 @@ class Result:
 
     @property
     def ledger(self) -> Ledger:
-        """Worker 0's: bytes and counts of one worker, as `opt.ledger` has them in a real run."""
+        """Worker 0's. Bytes and counts are those of a real run; the vectorized engine keeps no
+        seconds and no history of its own in it (see `history` here)."""
         return self.ledgers[0]

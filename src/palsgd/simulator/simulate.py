@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from palsgd.draws import whole
 from palsgd.optimizer import LocalOptimizer
+from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
 from palsgd.simulator.record import Evaluate, Recorder
 from palsgd.simulator.result import Result
@@ -55,13 +56,14 @@ def simulate(
         torch.manual_seed(seed)
         first = model() if device is None else model().to(device)
         check_memory(first, workers)
+        batches = [Batches(data, k, next(first.parameters()).device) for k in range(workers)]
         if vectorize:
             try:
                 on_gpu = next(first.parameters()).is_cuda
                 compiled = on_gpu and steps >= 2000 if compile is None else compile
                 if vectorize == "auto":
                     check_worthwhile(first)
-                engine = Vectorized(copy.deepcopy(first), workers, loss, data, method, compiled)
+                engine = Vectorized(copy.deepcopy(first), workers, loss, batches, method, compiled)
                 engine.try_gradient()
                 torch.manual_seed(seed)
                 return run_vectorized(engine, steps, recorder)
@@ -75,7 +77,7 @@ def simulate(
             models=[first] + [copy.deepcopy(first) for _ in range(workers - 1)],
             steps=steps,
             loss=loss,
-            data=data,
+            batches=batches,
             method=method,
             seed=seed,
             recorder=recorder,

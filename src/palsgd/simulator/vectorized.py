@@ -6,8 +6,9 @@ mixing steps cost no gradient. With balanced draws all have equally many; otherw
 that have fewer sit out the last ones.
 """
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +25,10 @@ from palsgd.optimizer import LocalOptimizer
 from palsgd.pseudo_async import PseudoAsync, collapsed
 from palsgd.roll_call import Attendance, check_finite
 from palsgd.simulator.batches import Batches
-from palsgd.simulator.exact import SimulatedTransport, check_losses
+from palsgd.simulator.exact import SimulatedTransport, built, check_losses
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.stacked import Step, stacked_optimizer
-from palsgd.transport import ambient
 
 log = logging.getLogger("palsgd")
 
@@ -56,23 +56,36 @@ class _Loss(nn.Module):
         return self._loss(self.model, batch)
 
 
+def check_plain(model: nn.Module, opt: LocalOptimizer) -> None:
+    """Refuse what the stacked program would pass over in silence."""
+    inner, scheduler = opt.inner, opt._core.scheduler
+    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+        raise CannotVectorizeError("the inner optimizer has step hooks")
+    if any(p._backward_hooks for p in model.parameters()):
+        raise CannotVectorizeError("parameters have hooks")
+    if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):
+        raise CannotVectorizeError("a module is registered under two names")
+    if getattr(scheduler, "cycle_momentum", False):
+        raise CannotVectorizeError(f"{type(scheduler).__name__} moves more than the learning rate")
+
+
 class Vectorized:
     def __init__(
         self,
         model: nn.Module,
         workers: int,
         loss: Callable[[nn.Module, Any], Tensor],
-        data: Callable[[int], Iterable[Any]],
+        batches: list[Batches],
         method: Callable[[nn.Module], LocalOptimizer],
         compiled: bool,
     ):
-        with ambient(SimulatedTransport(0, workers, [])):
-            self.opt = method(model)
+        self.opt = built(method, model, SimulatedTransport(0, workers, []))
         self.model, self.workers, self._module = model, workers, _Loss(model, loss)
         self.core, self.method = self.opt._core, self.opt.method
         if type(self.method) not in (Method, PseudoAsync):
             raise CannotVectorizeError(f"{type(self.method).__name__} has rules of its own")
         params = self.core.replica.params
+        check_plain(model, self.opt)
         if any(p.dtype != self.core.replica.dtype for p in params):
             raise CannotVectorizeError("the model is of lower precision than its anchor")
         group_of = [self._group_of(i) for i in range(len(params))]
@@ -80,8 +93,7 @@ class Vectorized:
         if inner is None:
             raise CannotVectorizeError(reason)
         self._inner = inner
-        device = params[0].device
-        self._batches = [Batches(data, k, device) for k in range(workers)]
+        self._batches = batches
         names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
         self._names = [names[p] for p in params]
         # One copy as long as all workers are equal (warm-up, DDP); K from the switch on.
@@ -89,7 +101,7 @@ class Vectorized:
         self.state = [
             self._inner.new_state(x, group) for x, group in zip(self.params, group_of, strict=True)
         ]
-        kept = set(persistent_buffers(model))
+        kept = {getattr(module, name) for module, name in persistent_buffers(model)}
         named = list(self._module.named_buffers())
         self._buffer_names = [name for name, b in named if b in kept]
         self.buffers = [b.expand(workers, *b.shape).clone() for _, b in named if b in kept]
@@ -121,7 +133,8 @@ class Vectorized:
                 log.warning("palsgd.simulate: not compiled, because %s", _first_line(error))
                 self._programs(compiled=False)
                 self._gradients(list(range(self.workers)), batches)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+            self._compare_with_backward(batches[0])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise CannotVectorizeError(f"vmap says: {_first_line(error)}") from error
         finally:
             for buffer, old in zip(self.buffers, saved, strict=True):
@@ -139,6 +152,36 @@ class Vectorized:
         for buffer, part in zip(self.buffers, buffers, strict=True):
             buffer[who] = part
         return found
+
+    def _one_gradient(self, k: int, batch: Any) -> tuple[list[Tensor], Tensor]:
+        own = 0 if len(self.params[0]) == 1 else k
+        params, buffers = (
+            [x[own : own + 1] for x in self.params],
+            [b[k : k + 1] for b in self.buffers],
+        )
+        return self._run(self._some_workers, params, buffers, [batch])
+
+    def _compare_with_backward(self, batch: Any) -> None:
+        """Refuse a model whose stacked program is not what backward() computes: an unused
+        parameter (no gradient is not a zero one), or one that the module reaches by another way."""
+        first, second = self._plain_gradients(batch), self._plain_gradients(batch)
+        grads, _ = self._one_gradient(0, batch)
+        largest = max(float(a.norm()) for a in first)
+        for name, a, b, g in zip(self._names, first, second, grads, strict=True):
+            # What repeats bit for bit has no dropout; a norm far below the largest is rounding.
+            difference = float((a - g[0]).norm())
+            if torch.equal(a, b) and difference > 0.05 * float(a.norm()) + 1e-4 * largest:
+                raise ValueError(f"the stacked gradient of {name} is not that of backward()")
+
+    def _plain_gradients(self, batch: Any) -> list[Tensor]:
+        module = copy.deepcopy(self._module)
+        with torch.enable_grad():
+            module(batch).backward()
+        found = {name: p.grad for name, p in module.named_parameters()}
+        missing = [name for name in self._names if found[name] is None]
+        if missing:
+            raise ValueError(f"{missing[0]} gets no gradient")
+        return [found[name] for name in self._names]  # type: ignore[misc]
 
     def _run(
         self, program: Callable, params: list[Tensor], buffers: list[Tensor], batches: list[Any]
@@ -165,7 +208,13 @@ class Vectorized:
         return loss.reshape(()) if loss.numel() == 1 else loss
 
     def _take_gradients(self, who: list[int]) -> list[Tensor]:
-        grads, losses = self._gradients(who, [self._batches[k].next() for k in who])
+        batches = [self._batches[k].next() for k in who]
+        if len({shapes(batch) for batch in batches}) == 1:
+            grads, losses = self._gradients(who, batches)
+        else:  # last batches of an epoch, say: one worker after another
+            found = [self._one_gradient(k, batch) for k, batch in zip(who, batches, strict=True)]
+            grads = [torch.cat(parts) for parts in zip(*(g for g, _ in found), strict=True)]
+            losses = torch.cat([loss for _, loss in found])
         self._losses.append((who, losses))
         for k in who:
             self.ledgers[k].gradient_steps += 1
@@ -222,7 +271,7 @@ class Vectorized:
             self._average_buffers(everyone)
         layout, core = self.core.replica.layout, self.core
         extras = core.buffers.encoded_size if core.buffers.averaged else 0
-        elements = layout.size + len(core.replica.params) + extras
+        elements = layout.size + len(core.replica.params) + core.roll_call.size + extras
         for ledger in self.ledgers:
             ledger.warmup_steps += 1
             ledger.syncs += 1
@@ -284,7 +333,9 @@ class Vectorized:
         squares = torch.zeros(self.workers, dtype=torch.float64, device=self.params[0].device)
         for x, a in zip(self.params, self.core.anchor.views, strict=True):
             if x.numel():
-                squares += torch.linalg.vector_norm((a - x).flatten(1), dim=1).double().square()
+                squares += (
+                    torch.linalg.vector_norm((a - x).reshape(len(x), -1), dim=1).double().square()
+                )
         distance = squares.sqrt().tolist()
         who = self._contributors(distance)
         for param, x in zip(self.core.anchor.params, self.params, strict=True):
@@ -310,16 +361,26 @@ class Vectorized:
 
     def _contributors(self, distance: list[float]) -> list[int]:
         finite = torch.tensor(distance).isfinite().tolist()
+        if self.core.buffers.averaged:
+            for buffer in self.buffers:
+                sound = buffer.reshape(self.workers, -1).isfinite().all(dim=1).tolist()
+                finite = [a and b for a, b in zip(finite, sound, strict=True)]
         if not all(finite):
             if not self.core._skip_nonfinite:
                 self._check(self._losses_so_far())
             lines = [Attendance(0, ok, 0.0) for ok in finite]
             where = f"the sync of round {self.rounds} (clock {self.clock})"
             check_finite(lines, where, self.core._skip_nonfinite)
-            for kept in self.state:
-                for s in kept:
-                    s[[k for k, ok in enumerate(finite) if not ok]] = 0
+            self._forget_nonfinite([k for k, ok in enumerate(finite) if not ok])
         return [k for k, ok in enumerate(finite) if ok]
+
+    def _forget_nonfinite(self, broken: list[int]) -> None:
+        """As the exact engine: a parameter's state starts anew where it holds inf or nan."""
+        for kept in self.state:
+            for k in broken:
+                if not all(bool(s[k].isfinite().all()) for s in kept):
+                    for s in kept:
+                        s[k] = 0
 
     def _average_buffers(self, who: list[int]) -> None:
         """Floats by their mean over `who`, integers by worker 0's."""
@@ -333,6 +394,7 @@ class Vectorized:
         """The learning rates at this step of the clock, which then moves on."""
         rates = self.core.replica.learning_rates()
         self.clock += 1
+        self.core.clock = self.clock  # schedules may look at it
         if self.core.scheduler is not None:
             self.core.scheduler.step()
         return rates
@@ -369,7 +431,7 @@ class Vectorized:
             losses=[float(found.mean()) for found in losses],
             distance=distance,
             bytes_sent=self.ledgers[0].bytes_sent,
-            show=self.show,
+            metric=recorder.metric(self.clock, self.show),
         )
 
     def show(self) -> Any:
@@ -409,7 +471,7 @@ def turns_of(plan: list[bool]) -> list[Turn]:
 
 def clip_each_(grads: list[Tensor], max_norm: float) -> None:
     """torch.nn.utils.clip_grad_norm_, for each worker by itself."""
-    norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+    norms = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
     scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
@@ -432,6 +494,13 @@ def fastest_convolutions() -> Iterator[None]:
 
 def _as_it_is(program: Callable) -> Callable:
     return program
+
+
+def shapes(batch: Any) -> tuple:
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in pytree.tree_leaves(batch)
+    )
 
 
 def stacked_batch(batches: list[Any]) -> Any:
