@@ -425,3 +425,30 @@ def test_an_unknown_policy_is_refused_with_the_known_ones(world):
     (message,) = world.run(refused_job, workers=1)
     assert "buffers='reset'" in message
     assert all(policy in message for policy in ("average", "local", "recompute"))
+
+
+class Reassigning(nn.Module):
+    """Puts a new tensor in its buffer's place at each forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        return self.a(x)
+
+
+def reassigning_job():
+    model = Reassigning()
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    train(model, palsgd.LocalSGD(model, inner, sync_every=4), batches(dtype=torch.float32), 8)
+    return model.seen.numpy()
+
+
+def test_a_buffer_that_its_module_reassigns_is_averaged_too(world):
+    first, second = world.run(reassigning_job, workers=2)
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first).max() > 0

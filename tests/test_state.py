@@ -532,3 +532,44 @@ def test_a_sync_that_was_interrupted_is_made_up_for_after_a_resume():
     train(resumed, second, data[first.gradient_steps :], 8)
     assert (second.clock, second.rounds) == (8, 2)
     assert torch.equal(resumed.weight, whole.weight)
+
+
+def test_a_state_from_the_warmup_loaded_into_a_used_optimizer_empties_the_outer_one():
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    opt = palsgd.DiLoCo(model, inner, sync_every=2, warmup_steps=3, transport=Interrupted(0))
+    train(model, opt, batches(0), 2)
+    early = copy.deepcopy(opt.state_dict())
+    train(model, opt, batches(0), 9)
+    assert opt.outer.state
+    opt.load_state_dict(early)
+    assert not opt.outer.state
+    assert opt.clock == 2
+
+
+class Shuffler(list):
+    """A loader whose sampler writes down the epochs it is told."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.sampler, self.told = self, []
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+
+def test_the_epoch_that_samplers_are_told_goes_on_after_a_resume():
+    def build():
+        model = linear()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        return model, palsgd.LocalSGD(model, inner, sync_every=4, transport=Interrupted(0))
+
+    model, opt = build()
+    first = Shuffler(batches(0))
+    train(model, opt, first, 12)
+    assert first.told == [0, 1, 2]
+    again, resumed = build()
+    resumed.load_state_dict(opt.state_dict())
+    second = Shuffler(batches(0))
+    train(again, resumed, second, 16)
+    assert second.told == [2]

@@ -44,7 +44,7 @@ class Core:
         self.buffers, self.gradient_sync = buffers, gradient_sync
         self.worker, self.workers = transport.worker, transport.workers
         self._combine = transport.combine
-        self._skip_nonfinite, self._max_norm = skip_nonfinite, max_norm
+        self.skip_nonfinite, self.max_norm = skip_nonfinite, max_norm
         self.bucket_size = bucket_size
         self.like = torch.empty(0, dtype=replica.dtype, device=replica.device)  # of all messages
         self.scheduler: Any = None
@@ -162,8 +162,8 @@ class Core:
         self.since_sync = (self.clock, self.gradient_steps, self.ledger.mixing_steps)
 
     def _gradient_step(self, share: float) -> None:
-        if self._max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.replica.params, self._max_norm)
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.replica.params, self.max_norm)
         with lr_divided(self.inner, share):
             self.inner.step()
         self._book_time_since_last_step()
@@ -245,7 +245,7 @@ class Core:
         """Raise unless the sync may go ahead; else how many workers' models are in the mean."""
         attendance = self.roll_call.decode(tail[: self.roll_call.size])
         check_consensus(attendance, self.where())
-        contributors = check_finite(attendance, self.where(), self._skip_nonfinite)
+        contributors = check_finite(attendance, self.where(), self.skip_nonfinite)
         if self.ledger.history:
             waited = waiting(attendance, self.worker)
             self.ledger.history[-1]["waiting_s"] = waited

@@ -21,7 +21,7 @@ class Replica:
         self.params = trainable(inner)
         self.names = [named[p] for p in self.params]
         _check_tensors(self.params, self.names)
-        self._groups = [
+        self.groups = [
             [i for i, p in enumerate(self.params) if any(p is q for q in group["params"])]
             for group in inner.param_groups
         ]
@@ -37,7 +37,7 @@ class Replica:
     def group(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
         """The local tensors of a parameter group and the anchor's, side by side."""
         assert self.anchor is not None
-        members = self._groups[index]
+        members = self.groups[index]
         return (
             [local_tensor(self.params[i]) for i in members],
             [self.anchor.views[i] for i in members],

@@ -116,7 +116,7 @@ class Vectorized:
         self._losses: list[tuple[list[int], Tensor]] = []  # who and what, since the last exchange
 
     def _group_of(self, i: int) -> int:
-        return next(g for g, members in enumerate(self.core.replica._groups) if i in members)
+        return next(g for g, members in enumerate(self.core.replica.groups) if i in members)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -222,8 +222,8 @@ class Vectorized:
 
     def _update(self, who: list[int], grads: list[Tensor], rates: list[list[float]]) -> None:
         """One inner step of the workers in `who`; `rates[g]` has their learning rates."""
-        if self.core._max_norm is not None:
-            clip_each_(grads, self.core._max_norm)
+        if self.core.max_norm is not None:
+            clip_each_(grads, self.core.max_norm)
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
             self._step_all(self.params, grads, columns, self.state)
@@ -324,7 +324,7 @@ class Vectorized:
                 alike.setdefault(weights, []).append(k)
         for weights, who in alike.items():
             for group, weight in enumerate(weights):
-                members = self.core.replica._groups[group]
+                members = self.core.replica.groups[group]
                 local = [self.params[i][k] for i in members for k in who]
                 anchor = [self.core.anchor.views[i] for i in members for _ in who]
                 torch._foreach_lerp_(local, anchor, weight)
@@ -366,11 +366,11 @@ class Vectorized:
                 sound = buffer.reshape(self.workers, -1).isfinite().all(dim=1).tolist()
                 finite = [a and b for a, b in zip(finite, sound, strict=True)]
         if not all(finite):
-            if not self.core._skip_nonfinite:
+            if not self.core.skip_nonfinite:
                 self._check(self._losses_so_far())
             lines = [Attendance(0, ok, 0.0) for ok in finite]
             where = f"the sync of round {self.rounds} (clock {self.clock})"
-            check_finite(lines, where, self.core._skip_nonfinite)
+            check_finite(lines, where, self.core.skip_nonfinite)
             self._forget_nonfinite([k for k, ok in enumerate(finite) if not ok])
         return [k for k, ok in enumerate(finite) if ok]
 
@@ -422,7 +422,7 @@ class Vectorized:
 
     def _record(self, recorder: Recorder, distance: list[float]) -> None:
         losses = self._losses_so_far()
-        if not self.core._skip_nonfinite:
+        if not self.core.skip_nonfinite:
             self._check(losses)
         self._losses.clear()
         recorder.add(
