@@ -60,7 +60,7 @@ def vectorized_step(workers, size, device, compiled, rounds):
     """Seconds per tick of the clock over whole rounds, sync and mixing included."""
     torch.manual_seed(0)
     data = {k: batches(k, size, device) for k in range(workers)}
-    sources = [Batches(data.__getitem__, k, torch.device(device)) for k in range(workers)]
+    sources = [Batches(data.__getitem__, k) for k in range(workers)]
     engine = Vectorized(small_cnn().to(device), workers, loss, sources, method, compiled)
     recorder = Recorder(None, 1, progress=False)
     recorder.begin(10**9)
@@ -93,7 +93,7 @@ def exact_step(workers, size, device):
         start = time.perf_counter()
         result = run_exact(
             models=models, steps=steps, loss=loss, method=method, seed=0,
-            batches=[Batches(data.__getitem__, k, torch.device(device)) for k in range(workers)],
+            batches=[Batches(data.__getitem__, k) for k in range(workers)],
             recorder=Recorder(None, 1, progress=False),
         )  # fmt: skip
         settle(device)

@@ -9,10 +9,10 @@ from torch.utils import _pytree as pytree
 
 
 class Batches:
-    """Batches of one worker, moved to the device; a list or loader starts over at its end."""
+    """Batches of one worker; a list or loader starts over at its end."""
 
-    def __init__(self, data: Callable[[int], Iterable[Any]], worker: int, device: torch.device):
-        self._source, self._worker, self._device = data(worker), worker, device
+    def __init__(self, data: Callable[[int], Iterable[Any]], worker: int):
+        self._source, self._worker = data(worker), worker
         self._iterator: Iterator[Any] = iter(self._source)
         self._taken = 0
         self._held: list[Any] | None = None
@@ -32,7 +32,7 @@ class Batches:
         except StopIteration:
             batch = self._again()
         self._taken += 1
-        return pytree.tree_map_only(Tensor, lambda t: t.to(self._device), batch)
+        return batch
 
     def _again(self) -> Any:
         self._iterator = iter(self._source)  # an iterator gives itself: still dry
@@ -43,6 +43,10 @@ class Batches:
                 f"the data of worker {self._worker} ran dry after {self._taken} batches; let "
                 "data(worker) return an endless iterator, or a list or loader that can start over"
             ) from None
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
 
 
 def check_loss(loss: Any, worker: int | None, step: int) -> None:

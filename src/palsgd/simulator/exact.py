@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from palsgd.errors import NonFiniteError, SyncError
 from palsgd.optimizer import LocalOptimizer
-from palsgd.simulator.batches import Batches, check_loss
+from palsgd.simulator.batches import Batches, check_loss, moved
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
 from palsgd.transport import ambient, check_agreement
@@ -84,7 +84,7 @@ class Worker:
         core.end = steps
         yield from torch.no_grad()(core.skip_idle_rounds)()
         while core.clock < steps:
-            loss = self._loss(self.model, self._batches.next())
+            loss = self._loss(self.model, moved(self._batches.next(), core.replica.device))
             check_loss(loss, self._worker, core.gradient_steps)
             loss.backward()
             self.losses.append(loss.detach())

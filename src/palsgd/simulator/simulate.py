@@ -56,7 +56,7 @@ def simulate(
         torch.manual_seed(seed)
         first = model() if device is None else model().to(device)
         check_memory(first, workers)
-        batches = [Batches(data, k, next(first.parameters()).device) for k in range(workers)]
+        batches = [Batches(data, k) for k in range(workers)]
         if vectorize:
             try:
                 on_gpu = next(first.parameters()).is_cuda

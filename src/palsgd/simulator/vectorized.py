@@ -24,7 +24,7 @@ from palsgd.method import Method
 from palsgd.optimizer import LocalOptimizer
 from palsgd.pseudo_async import PseudoAsync, collapsed
 from palsgd.roll_call import Attendance, check_finite
-from palsgd.simulator.batches import Batches
+from palsgd.simulator.batches import Batches, moved
 from palsgd.simulator.exact import SimulatedTransport, built, check_losses
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
@@ -35,6 +35,10 @@ log = logging.getLogger("palsgd")
 
 class CannotVectorizeError(Exception):
     """The reason, in one line."""
+
+
+class UnequalBatchesError(RuntimeError):
+    """The workers' batches differ in shape, so they cannot be stacked."""
 
 
 @dataclass
@@ -176,7 +180,7 @@ class Vectorized:
     def _plain_gradients(self, batch: Any) -> list[Tensor]:
         module = copy.deepcopy(self._module)
         with torch.enable_grad():
-            module(batch).backward()
+            module(moved(batch, self.params[0].device)).backward()
         found = {name: p.grad for name, p in module.named_parameters()}
         missing = [name for name in self._names if found[name] is None]
         if missing:
@@ -186,7 +190,8 @@ class Vectorized:
     def _run(
         self, program: Callable, params: list[Tensor], buffers: list[Tensor], batches: list[Any]
     ) -> tuple[list[Tensor], Tensor]:
-        grads, losses = program(params, buffers, stacked_batch(batches))
+        batch = moved(stacked_batch(batches), self.params[0].device)
+        grads, losses = program(params, buffers, batch)
         return list(grads), losses.detach()
 
     def _programs(self, compiled: bool) -> None:
@@ -209,9 +214,9 @@ class Vectorized:
 
     def _take_gradients(self, who: list[int]) -> list[Tensor]:
         batches = [self._batches[k].next() for k in who]
-        if len({shapes(batch) for batch in batches}) == 1:
+        try:
             grads, losses = self._gradients(who, batches)
-        else:  # last batches of an epoch, say: one worker after another
+        except UnequalBatchesError:  # the last ones of an epoch, say: one worker after another
             found = [self._one_gradient(k, batch) for k, batch in zip(who, batches, strict=True)]
             grads = [torch.cat(parts) for parts in zip(*(g for g, _ in found), strict=True)]
             losses = torch.cat([loss for _, loss in found])
@@ -496,15 +501,12 @@ def _as_it_is(program: Callable) -> Callable:
     return program
 
 
-def shapes(batch: Any) -> tuple:
-    return tuple(
-        tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
-        for leaf in pytree.tree_leaves(batch)
-    )
-
-
 def stacked_batch(batches: list[Any]) -> Any:
-    return pytree.tree_map(
-        lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
-        *batches,
-    )
+    """One batch whose leaves have the worker axis. Moved to the device only then, in one go."""
+    try:
+        return pytree.tree_map(
+            lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
+            *batches,
+        )
+    except RuntimeError as error:
+        raise UnequalBatchesError(_first_line(error)) from error
