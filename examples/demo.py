@@ -7,6 +7,7 @@ seeds and the same number of steps, in worker processes of its own that talk ove
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -39,7 +40,20 @@ METHODS = {
 COLUMNS = ("method", "test loss", "accuracy", "syncs", "gradients", "MB sent", "seconds")
 
 
+def train_all(workers: int, steps: int, folder: str) -> None:
+    """Run the worker processes to their end, or stop them all on Ctrl-C."""
+    processes = mp.spawn(worker, (workers, steps, folder), nprocs=workers, join=False)
+    try:
+        while not processes.join():
+            pass
+    except KeyboardInterrupt:
+        for process in processes.processes:
+            process.terminate()
+        sys.exit("demo: stopped; it keeps nothing, so start it again with make demo")
+
+
 def worker(rank: int, workers: int, steps: int, folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", workers)
@@ -94,7 +108,7 @@ def main() -> None:
         parser.error(f"--workers {args.workers} --steps {args.steps}: both must be at least 1")
     print(f"Training on handwritten digits: {args.workers} processes, {args.steps} steps each ...")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args.workers, args.steps, folder), nprocs=args.workers)
+        train_all(args.workers, args.steps, folder)
         rows = json.loads(Path(folder, "rows.json").read_text())
     widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
     for row in [COLUMNS, ["-" * w for w in widths], *rows]:
