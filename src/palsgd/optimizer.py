@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypedDict, Unpack
@@ -18,6 +18,7 @@ from palsgd.buffers import Buffers
 from palsgd.core import Core
 from palsgd.draws import one_of
 from palsgd.errors import SyncError
+from palsgd.joined import Joined
 from palsgd.ledger import Ledger
 from palsgd.method import Method
 from palsgd.outer import OuterFactory, nesterov, plain_average
@@ -48,7 +49,7 @@ class LocalOptimizer(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         method: Method,
         outer: OuterFactory | None,
         *,
@@ -60,6 +61,8 @@ class LocalOptimizer(Optimizer):
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
+        if isinstance(inner, (list, tuple)):
+            inner = Joined(inner)
         if not isinstance(inner, Optimizer):
             raise ValueError(
                 f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
@@ -130,7 +133,9 @@ class LocalOptimizer(Optimizer):
             "method": type(self).__name__,
             "workers": self.transport.workers,
             **asdict(self.method),  # type: ignore[call-overload]
-            "inner": type(self.inner).__name__,
+            "inner": str(self.inner)
+            if isinstance(self.inner, Joined)
+            else type(self.inner).__name__,
             "outer": _signature(self.outer),
             "buffers": self._core.buffers.policy,
             "on_nonfinite": on_nonfinite,
@@ -300,7 +305,7 @@ class PALSGD(LocalOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         *,
         sync_every: int,
         mix_prob: float,
@@ -328,7 +333,7 @@ class DiLoCo(PALSGD):
     def __init__(
         self,
         model: nn.Module,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         *,
         sync_every: int,
         outer: OuterFactory | None = None,
@@ -353,7 +358,7 @@ class LocalSGD(DiLoCo):
     def __init__(
         self,
         model: nn.Module,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         *,
         sync_every: int,
         warmup_steps: int = 0,
@@ -372,7 +377,9 @@ class LocalSGD(DiLoCo):
 class DDP(LocalOptimizer):
     """A warm-up that never ends: gradients are averaged at every step."""
 
-    def __init__(self, model: nn.Module, inner: Optimizer, **shared: Unpack[Shared]):
+    def __init__(
+        self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **shared: Unpack[Shared]
+    ):
         super().__init__(model, inner, Method(sync_every=1, warmup_steps=math.inf), None, **shared)
 
 
