@@ -22,8 +22,9 @@ from torch import nn
 import palsgd
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
+from palsgd.simulator.program import fastest_convolutions
 from palsgd.simulator.record import Recorder
-from palsgd.simulator.vectorized import Vectorized, fastest_convolutions
+from palsgd.simulator.vectorized import Vectorized
 
 H, P = 32, 0.25
 

@@ -29,21 +29,6 @@ from palsgd.replica import mix_
 H, P, LR, ETA = 64, 0.1, 1e-3, 16.0
 
 
-class Alone:
-    """The transport of a single worker: no network."""
-
-    worker, workers = 0, 1
-
-    def average(self, tensors):
-        return 0
-
-    def combine(self, values):
-        pass
-
-    def agree(self, settings):
-        pass
-
-
 def build(model, transport=None, sync_every=H):
     inner = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     return palsgd.PALSGD(
@@ -98,7 +83,7 @@ def round_overhead(name, device, repeats):
     bare = torch.optim.AdamW(
         with_gradients(gpt_neo_tensors(name, device)).parameters(), lr=LR, fused=True
     )
-    opt = build(model, Alone())
+    opt = build(model, palsgd.Alone())
     opt.step()
     while not opt.synced:
         opt.step()
@@ -212,7 +197,7 @@ def _memory_worker(pipe, who, name, device):
     if who == "bare":
         opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     else:
-        opt = build(model, Alone(), sync_every=4)
+        opt = build(model, palsgd.Alone(), sync_every=4)
     for _ in range(12):
         opt.step()
     if device == "cuda":

@@ -17,21 +17,6 @@ from problems import batches, mse
 GOOD = dict(sync_every=4, mix_prob=0.25, mix_rate=2.0)
 
 
-class Alone:
-    """The transport of a single worker, in memory."""
-
-    worker, workers = 0, 1
-
-    def average(self, tensors):
-        return 0
-
-    def combine(self, values):
-        pass
-
-    def agree(self, settings):
-        pass
-
-
 def linear():
     return nn.Linear(4, 3).double()
 
@@ -39,7 +24,7 @@ def linear():
 def build(model=None, inner=None, **rules):
     model = model or linear()
     inner = inner or torch.optim.SGD(model.parameters(), lr=0.1)
-    return palsgd.PALSGD(model, inner, **(dict(transport=Alone()) | GOOD | rules))
+    return palsgd.PALSGD(model, inner, **(dict(transport=palsgd.Alone()) | GOOD | rules))
 
 
 def step(model, opt):
@@ -81,7 +66,7 @@ def test_sync_every_must_be_a_whole_number_from_1(value, method):
             return build(sync_every=value)
         model = linear()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        return method(model, inner, sync_every=value, transport=Alone())
+        return method(model, inner, sync_every=value, transport=palsgd.Alone())
 
     refused(call, f"sync_every={value!r}", "whole number >= 1")
 
@@ -139,7 +124,7 @@ def test_an_unknown_keyword_is_a_type_error_that_names_it(method, rules):
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="sync_evry"):
-        method(model, inner, transport=Alone(), sync_evry=4, **rules)
+        method(model, inner, transport=palsgd.Alone(), sync_evry=4, **rules)
 
 
 # -- beta --------------------------------------------------------------------------------------

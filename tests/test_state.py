@@ -25,21 +25,6 @@ RULES = dict(
 OUTER = palsgd.nesterov(lr=0.3, momentum=0.8)
 
 
-class Alone:
-    """The transport of a single worker, in memory."""
-
-    worker, workers = 0, 1
-
-    def average(self, tensors):
-        return 0
-
-    def combine(self, values):
-        pass
-
-    def agree(self, settings):
-        pass
-
-
 def mlp(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -123,7 +108,7 @@ def from_bytes(blob):
 @pytest.mark.parametrize("steps", [0, 2, WARMUP + 2, STEPS])
 def test_a_state_holds_the_keys_of_the_design(steps):
     model = mlp()
-    opt = build(model, transport=Alone())
+    opt = build(model, transport=palsgd.Alone())
     for _ in range(steps):
         mse(model, batches(0, torch.float32)[0]).backward()
         opt.step()
@@ -138,7 +123,7 @@ def test_a_state_holds_the_keys_of_the_design(steps):
 def test_a_state_is_a_snapshot_that_training_on_does_not_change():
     """But for torch's own part: an inner state_dict holds references, as in plain torch."""
     model = net()
-    opt = build(model, transport=Alone())
+    opt = build(model, transport=palsgd.Alone())
     train_on(model, opt, steps=WARMUP + 2 * H)
     state = opt.state_dict()
     names = [name for name, _ in model.named_parameters()]
@@ -262,14 +247,14 @@ def test_wrapped_and_plain_models_resume_each_other(world, first, second):
 def test_recomputed_buffers_survive_a_resume():
     data = batches(0, torch.float32)
     model = net()
-    opt = build(model, transport=Alone(), buffers="recompute")
+    opt = build(model, transport=palsgd.Alone(), buffers="recompute")
     train_on(model, opt, steps=WARMUP + H)
     opt.recompute_buffers([a for a, _ in data])
     with opt.anchor_weights():
         want = [b.clone() for b in model.buffers()]
     saved = from_bytes(to_bytes({"model": model.state_dict(), "opt": opt.state_dict()}))
     model = net(seed=9)
-    opt = build(model, transport=Alone(), buffers="recompute")
+    opt = build(model, transport=palsgd.Alone(), buffers="recompute")
     model.load_state_dict(saved["model"])
     opt.load_state_dict(saved["opt"])
     with opt.anchor_weights():  # a warning that they were not recomputed would be an error
@@ -283,7 +268,7 @@ def test_recomputed_buffers_survive_a_resume():
 
 def saved_state(steps=WARMUP + H + 2, **changes):
     model = mlp()
-    opt = build(model, transport=Alone(), **changes)
+    opt = build(model, transport=palsgd.Alone(), **changes)
     train_on(model, opt, steps=steps)
     return opt.state_dict()
 
@@ -305,7 +290,7 @@ OTHER = {
 def test_loading_under_another_setting_names_it_with_both_values(setting):
     before, now = OTHER[setting]
     model = mlp()
-    opt = build(model, transport=Alone(), **{setting: now})
+    opt = build(model, transport=palsgd.Alone(), **{setting: now})
     start = copy.deepcopy(opt.state_dict())
     with pytest.raises(ValueError, match="other settings") as caught:
         opt.load_state_dict(saved_state())
@@ -321,7 +306,9 @@ def test_loading_under_another_setting_names_it_with_both_values(setting):
 
 
 def test_loading_under_several_other_settings_names_each():
-    opt = build(mlp(), transport=Alone(), sync_every=7, seed=5, outer=palsgd.nesterov(lr=0.125))
+    opt = build(
+        mlp(), transport=palsgd.Alone(), sync_every=7, seed=5, outer=palsgd.nesterov(lr=0.125)
+    )
     with pytest.raises(ValueError, match="sync_every") as caught:
         opt.load_state_dict(saved_state())
     for text in ("seed", "outer", "lr=0.3", "lr=0.125"):
@@ -331,7 +318,7 @@ def test_loading_under_several_other_settings_names_each():
 def test_loading_the_state_of_another_method_names_both():
     model = mlp()
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-    opt = palsgd.DiLoCo(model, inner, sync_every=H, transport=Alone())
+    opt = palsgd.DiLoCo(model, inner, sync_every=H, transport=palsgd.Alone())
     with pytest.raises(ValueError, match=r"'PALSGD'.*'DiLoCo'"):
         opt.load_state_dict(saved_state())
 
@@ -339,7 +326,7 @@ def test_loading_the_state_of_another_method_names_both():
 def test_loading_the_state_of_another_inner_optimizer_names_both():
     model = mlp()
     inner = torch.optim.SGD(model.parameters(), lr=0.02)
-    opt = palsgd.PALSGD(model, inner, outer=OUTER, transport=Alone(), **RULES)
+    opt = palsgd.PALSGD(model, inner, outer=OUTER, transport=palsgd.Alone(), **RULES)
     with pytest.raises(ValueError, match=r"'AdamW'.*'SGD'"):
         opt.load_state_dict(saved_state())
 
@@ -352,7 +339,7 @@ def renamed(seed=0):
 
 
 def test_loading_the_state_of_another_model_names_a_parameter_that_does_not_fit():
-    opt = build(renamed(), transport=Alone())
+    opt = build(renamed(), transport=palsgd.Alone())
     with pytest.raises(ValueError, match=r"2\.|4\."):
         opt.load_state_dict(saved_state())
 
@@ -361,7 +348,7 @@ def test_loading_the_state_of_another_model_names_a_parameter_that_does_not_fit(
 def test_strict_false_goes_on_under_the_new_setting(setting):
     now = OTHER[setting][1]
     model = mlp()
-    opt = build(model, transport=Alone(), **{setting: now})
+    opt = build(model, transport=palsgd.Alone(), **{setting: now})
     state = saved_state()
     opt.load_state_dict(state, strict=False)
     assert opt.clock == state["clock"]
@@ -373,7 +360,7 @@ def test_strict_false_goes_on_under_the_new_setting(setting):
 
 def test_strict_false_changes_the_length_of_the_rounds_that_follow():
     model = mlp()
-    opt = build(model, transport=Alone(), sync_every=7)
+    opt = build(model, transport=palsgd.Alone(), sync_every=7)
     opt.load_state_dict(saved_state(), strict=False)
     train_on(model, opt, steps=WARMUP + 4 * 7)
     clocks = [entry["clock"] for entry in opt.ledger.history]
@@ -383,7 +370,7 @@ def test_strict_false_changes_the_length_of_the_rounds_that_follow():
 
 def test_strict_false_goes_on_with_the_new_outer_learning_rate():
     """The message of a strict load says: pass strict=False to go on under the new ones."""
-    opt = build(mlp(), transport=Alone(), outer=palsgd.nesterov(lr=0.125, momentum=0.5))
+    opt = build(mlp(), transport=palsgd.Alone(), outer=palsgd.nesterov(lr=0.125, momentum=0.5))
     opt.load_state_dict(saved_state(), strict=False)
     assert opt.outer.param_groups[0]["lr"] == 0.125
     assert opt.outer.param_groups[0]["momentum"] == 0.5
@@ -392,7 +379,7 @@ def test_strict_false_goes_on_with_the_new_outer_learning_rate():
 def test_strict_false_can_finish_a_palsgd_run_with_ddp():
     model = mlp()
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-    opt = palsgd.DDP(model, inner, transport=Alone())
+    opt = palsgd.DDP(model, inner, transport=palsgd.Alone())
     state = saved_state()
     opt.load_state_dict(state, strict=False)
     assert opt.clock == state["clock"]
@@ -490,10 +477,8 @@ def test_a_checkpoint_loaded_under_other_settings_names_them(world, tmp_path):
         assert got is True
 
 
-class Interrupted:
+class Interrupted(palsgd.Alone):
     """A lone worker's transport that is stopped once, in the middle of its n-th exchange."""
-
-    worker, workers = 0, 1
 
     def __init__(self, stop_at):
         self.left = stop_at
@@ -503,12 +488,6 @@ class Interrupted:
         if self.left == 0:
             raise KeyboardInterrupt
         return 0
-
-    def combine(self, values):
-        pass
-
-    def agree(self, settings):
-        pass
 
 
 def test_a_sync_that_was_interrupted_is_made_up_for_after_a_resume():
@@ -537,7 +516,7 @@ def test_a_sync_that_was_interrupted_is_made_up_for_after_a_resume():
 def test_a_state_from_the_warmup_loaded_into_a_used_optimizer_empties_the_outer_one():
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    opt = palsgd.DiLoCo(model, inner, sync_every=2, warmup_steps=3, transport=Interrupted(0))
+    opt = palsgd.DiLoCo(model, inner, sync_every=2, warmup_steps=3, transport=palsgd.Alone())
     train(model, opt, batches(0), 2)
     early = copy.deepcopy(opt.state_dict())
     train(model, opt, batches(0), 9)
@@ -562,7 +541,7 @@ def test_the_epoch_that_samplers_are_told_goes_on_after_a_resume():
     def build():
         model = linear()
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
-        return model, palsgd.LocalSGD(model, inner, sync_every=4, transport=Interrupted(0))
+        return model, palsgd.LocalSGD(model, inner, sync_every=4, transport=palsgd.Alone())
 
     model, opt = build()
     first = Shuffler(batches(0))

@@ -9,13 +9,14 @@ from palsgd.method import Method
 from palsgd.optimizer import DDP, PALSGD, DiLoCo, LocalOptimizer, LocalSGD
 from palsgd.outer import nesterov
 from palsgd.simulator import simulate
-from palsgd.transport import Transport
+from palsgd.transport import Alone, Transport
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DDP",
     "PALSGD",
+    "Alone",
     "ConsensusError",
     "DiLoCo",
     "Ledger",

@@ -53,7 +53,8 @@ def find_transport(params: list[Tensor], group: ProcessGroup | None) -> ProcessG
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() "
-            "first and start the script with torchrun"
+            "first and start the script with torchrun, or pass transport=palsgd.Alone() to train "
+            "with one worker"
         )
     sharded = next((p for p in params if isinstance(p, DTensor)), None)
     if sharded is None:

@@ -32,7 +32,7 @@ def synchronize(core: "Core") -> Exchange:
     local = replica.local()
     whole = any(t.dtype != replica.dtype for t in local)
     buckets = core.buckets(whole=whole)
-    parked = len(buckets.ranges) > 1
+    several, parked = len(buckets.ranges) > 1, False
     start, bytes_before = core.watch.now(), core.ledger.bytes_sent
     squares, contributors = anchor.flat.new_zeros(()), core.workers
     try:
@@ -40,7 +40,7 @@ def synchronize(core: "Core") -> Exchange:
             bucket.subtract(anchor.flat, anchor.views, local)
             squares += torch.linalg.vector_norm(bucket.flat).square()
             if number == 0:
-                seen_all = not parked and bool(squares.isfinite())
+                seen_all = not several and bool(squares.isfinite())
                 finite = (seen_all or _all_finite(local)) and core.buffers.finite()
                 mine = core.attendance(finite=finite)
             if not mine.finite:  # some rank of this worker has seen inf or nan
@@ -52,7 +52,8 @@ def synchronize(core: "Core") -> Exchange:
                 core.count_message((yield [bucket.flat]))
             if contributors < core.workers:
                 bucket.flat.mul_(core.workers / contributors)
-            if parked:
+            if several:
+                parked = True
                 bucket.write(local)
     except BaseException:
         if parked:

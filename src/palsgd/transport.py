@@ -28,6 +28,21 @@ class Transport(Protocol):
         ...
 
 
+class Alone:
+    """The transport of a single worker: nobody to exchange with, no process group needed."""
+
+    worker, workers = 0, 1
+
+    def average(self, tensors: list[Tensor]) -> int:
+        return 0
+
+    def combine(self, values: Tensor) -> None:
+        pass
+
+    def agree(self, settings: dict[str, Any]) -> None:
+        pass
+
+
 _ambient: ContextVar["Transport | None"] = ContextVar("ambient transport", default=None)
 
 

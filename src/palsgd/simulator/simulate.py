@@ -13,9 +13,10 @@ from palsgd.draws import whole
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
+from palsgd.simulator.program import CannotVectorizeError
 from palsgd.simulator.record import Evaluate, Recorder
 from palsgd.simulator.result import Result
-from palsgd.simulator.vectorized import CannotVectorizeError, Vectorized, run_vectorized
+from palsgd.simulator.vectorized import Vectorized, run_vectorized
 
 log = logging.getLogger("palsgd")
 

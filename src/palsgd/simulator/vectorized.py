@@ -8,15 +8,13 @@ that have fewer sit out the last ones.
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.utils import _pytree as pytree
 
 from palsgd.buffers import persistent_buffers
 from palsgd.ledger import Ledger
@@ -26,51 +24,23 @@ from palsgd.pseudo_async import PseudoAsync, collapsed
 from palsgd.roll_call import Attendance, check_finite
 from palsgd.simulator.batches import Batches, moved
 from palsgd.simulator.exact import SimulatedTransport, built, check_losses
+from palsgd.simulator.program import (
+    CannotVectorizeError,
+    LossModule,
+    UnequalBatchesError,
+    as_it_is,
+    check_plain,
+    clip_each_,
+    fastest_convolutions,
+    first_line,
+    stacked_batch,
+    turns_of,
+)
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.stacked import Step, stacked_optimizer
 
 log = logging.getLogger("palsgd")
-
-
-class CannotVectorizeError(Exception):
-    """The reason, in one line."""
-
-
-class UnequalBatchesError(RuntimeError):
-    """The workers' batches differ in shape, so they cannot be stacked."""
-
-
-@dataclass
-class Turn:
-    """A worker's j-th gradient step of a round: its tick, and the mixing steps that follow."""
-
-    tick: int
-    mixing: list[int] = field(default_factory=list)
-
-
-class _Loss(nn.Module):
-    """`loss(model, batch)` as a forward pass, so that functional_call can swap the weights in."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]):
-        super().__init__()
-        self.model, self._loss = model, loss
-
-    def forward(self, batch: Any) -> Tensor:
-        return self._loss(self.model, batch)
-
-
-def check_plain(model: nn.Module, opt: LocalOptimizer) -> None:
-    """Refuse what the stacked program would pass over in silence."""
-    inner, scheduler = opt.inner, opt._core.scheduler
-    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
-        raise CannotVectorizeError("the inner optimizer has step hooks")
-    if any(p._backward_hooks for p in model.parameters()):
-        raise CannotVectorizeError("parameters have hooks")
-    if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):
-        raise CannotVectorizeError("a module is registered under two names")
-    if getattr(scheduler, "cycle_momentum", False):
-        raise CannotVectorizeError(f"{type(scheduler).__name__} moves more than the learning rate")
 
 
 class Vectorized:
@@ -84,7 +54,7 @@ class Vectorized:
         compiled: bool,
     ):
         self.opt = built(method, model, SimulatedTransport(0, workers, []))
-        self.model, self.workers, self._module = model, workers, _Loss(model, loss)
+        self.model, self.workers, self._module = model, workers, LossModule(model, loss)
         self.core, self.method = self.opt._core, self.opt.method
         if type(self.method) not in (Method, PseudoAsync):
             raise CannotVectorizeError(f"{type(self.method).__name__} has rules of its own")
@@ -134,12 +104,12 @@ class Vectorized:
             except RuntimeError as error:
                 if not self._compiled:
                     raise
-                log.warning("palsgd.simulate: not compiled, because %s", _first_line(error))
+                log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
                 self._programs(compiled=False)
                 self._gradients(list(range(self.workers)), batches)
             self._compare_with_backward(batches[0])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise CannotVectorizeError(f"vmap says: {_first_line(error)}") from error
+            raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
         finally:
             for buffer, old in zip(self.buffers, saved, strict=True):
                 buffer.copy_(old)
@@ -201,7 +171,7 @@ class Vectorized:
         run = grad_and_value(self._loss_of)
         own = vmap(run, in_dims=(0, 0, 0), randomness="different")
         shared = vmap(run, in_dims=(None, 0, 0), randomness="different")
-        build = torch.compile if compiled else _as_it_is
+        build = torch.compile if compiled else as_it_is
         self._own_weights, self._shared_weights = build(own), build(shared)
         self._some_workers = own
         self._step_all: Step = build(self._inner.step)
@@ -460,53 +430,3 @@ def run_vectorized(engine: Vectorized, steps: int, recorder: Recorder) -> Result
     return Result(
         model=engine.model, engine="vectorized", history=recorder.history, ledgers=engine.ledgers
     )
-
-
-def turns_of(plan: list[bool]) -> list[Turn]:
-    """The gradient steps of a plan, each with the mixing steps that follow it. Those at its head
-    follow none: local model and anchor are equal then, and nothing moves."""
-    turns: list[Turn] = []
-    for tick, mixes in enumerate(plan):
-        if not mixes:
-            turns.append(Turn(tick))
-        elif turns:
-            turns[-1].mixing.append(tick)
-    return turns
-
-
-def clip_each_(grads: list[Tensor], max_norm: float) -> None:
-    """torch.nn.utils.clip_grad_norm_, for each worker by itself."""
-    norms = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
-    scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-    for g in grads:
-        g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
-@contextmanager
-def fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try its algorithms: the stacked shapes never change and are unusual."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-def _as_it_is(program: Callable) -> Callable:
-    return program
-
-
-def stacked_batch(batches: list[Any]) -> Any:
-    """One batch whose leaves have the worker axis. Moved to the device only then, in one go."""
-    try:
-        return pytree.tree_map(
-            lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
-            *batches,
-        )
-    except RuntimeError as error:
-        raise UnequalBatchesError(_first_line(error)) from error

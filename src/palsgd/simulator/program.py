@@ -1,0 +1,102 @@
+"""The pieces of a stacked program: plans as turns, losses as modules, batches as one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from palsgd.optimizer import LocalOptimizer
+
+
+class CannotVectorizeError(Exception):
+    """The reason, in one line."""
+
+
+class UnequalBatchesError(RuntimeError):
+    """The workers' batches differ in shape, so they cannot be stacked."""
+
+
+@dataclass
+class Turn:
+    """A worker's j-th gradient step of a round: its tick, and the mixing steps that follow."""
+
+    tick: int
+    mixing: list[int] = field(default_factory=list)
+
+
+class LossModule(nn.Module):
+    """`loss(model, batch)` as a forward pass, so that functional_call can swap the weights in."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]):
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Tensor:
+        return self._loss(self.model, batch)
+
+
+def check_plain(model: nn.Module, opt: LocalOptimizer) -> None:
+    """Refuse what the stacked program would pass over in silence."""
+    inner, scheduler = opt.inner, opt._core.scheduler
+    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
+        raise CannotVectorizeError("the inner optimizer has step hooks")
+    if any(p._backward_hooks for p in model.parameters()):
+        raise CannotVectorizeError("parameters have hooks")
+    if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):
+        raise CannotVectorizeError("a module is registered under two names")
+    if getattr(scheduler, "cycle_momentum", False):
+        raise CannotVectorizeError(f"{type(scheduler).__name__} moves more than the learning rate")
+
+
+def turns_of(plan: list[bool]) -> list[Turn]:
+    """The gradient steps of a plan, each with the mixing steps that follow it. Those at its head
+    follow none: local model and anchor are equal then, and nothing moves."""
+    turns: list[Turn] = []
+    for tick, mixes in enumerate(plan):
+        if not mixes:
+            turns.append(Turn(tick))
+        elif turns:
+            turns[-1].mixing.append(tick)
+    return turns
+
+
+def clip_each_(grads: list[Tensor], max_norm: float) -> None:
+    """torch.nn.utils.clip_grad_norm_, for each worker by itself."""
+    norms = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
+    scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+@contextmanager
+def fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN try its algorithms: the stacked shapes never change and are unusual."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def as_it_is(program: Callable) -> Callable:
+    return program
+
+
+def stacked_batch(batches: list[Any]) -> Any:
+    """One batch whose leaves have the worker axis. Moved to the device only then, in one go."""
+    try:
+        return pytree.tree_map(
+            lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
+            *batches,
+        )
+    except RuntimeError as error:
+        raise UnequalBatchesError(first_line(error)) from error
