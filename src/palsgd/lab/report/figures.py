@@ -1,0 +1,252 @@
+"""The figures: curves, ablations and timelines."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+
+from palsgd.lab.report import formats
+from palsgd.lab.report.curves import AXES, Curve
+from palsgd.lab.report.drawing import (
+    MUTED,
+    Plot,
+    box,
+    needs_log,
+    new_axes,
+    plain,
+    publish,
+    scale,
+    set_scale,
+    thousands,
+)
+from palsgd.lab.report.looks import THEME, Look
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a plot: which one of the section's, and how it looks."""
+
+    number: int
+    label: str
+    look: Look
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A horizontal line to measure the others by, or a band where runs differ in it."""
+
+    label: str
+    low: float
+    high: float
+    look: Look | None = None
+
+
+def draw_curves(
+    name: str,
+    title: str,
+    axis: str,
+    series: list[Series],
+    references: list[Reference],
+    folder: Path | None,
+) -> Plot:
+    unit, xlabel, shown = _x_format(axis, series)
+    figure, axes = new_axes(title, xlabel)
+    for each in series:
+        _draw_line(axes, each, each.curve.x[axis] / unit)
+    _fit(axes, [each.curve for each in series], references)
+    log = axis == "bytes_sent" and needs_log([each.curve.x[axis][-1:] for each in series], ratio=8)
+    if log:
+        ends = [float(each.curve.x[axis][-1]) for each in series]
+        axes.set_xlim(min(ends) / 60, max(ends) * 1.3)
+    else:
+        axes.set_xlim(left=0)
+    set_scale(axes, "x", log=log, shown=shown)
+    _draw_references(axes, references)
+    _file_legend(axes, series)
+    return publish(
+        figure, name, title, _colours(series), folder,
+        box=box(axes), x=scale(axes, "x") | {"unit": unit}, y=scale(axes, "y"),
+    )  # fmt: skip
+
+
+def draw_ablation(
+    name: str,
+    title: str,
+    field: str,
+    ticks: list[str] | None,
+    series: list[Series],
+    references: list[Reference],
+    folder: Path | None,
+) -> Plot:
+    """A final value against one setting; `ticks` are its values where they are not numbers."""
+    figure, axes = new_axes(title, field)
+    for each in series:
+        _draw_points(axes, each, joined=ticks is None)
+    _fit(axes, [each.curve for each in series], references)
+    if ticks is not None:
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set_xlim(-0.5, len(ticks) - 0.5)
+    else:
+        _scale_by_values(axes, sorted({x for each in series for x in each.curve.x["value"]}))
+    _draw_references(axes, references)
+    _file_legend(axes, series)
+    return publish(
+        figure, name, title, _colours(series), folder,
+        box=box(axes), x=scale(axes, "x") | {"unit": 1, "ticks": ticks}, y=scale(axes, "y"),
+    )  # fmt: skip
+
+
+KINDS = ("gradient", "mixing", "wait", "sync", "evaluate")
+
+
+def draw_timeline(
+    name: str, title: str, workers: dict[int, list[tuple[str, float, float]]], folder: Path | None
+) -> Plot:
+    """One bar per worker; times start at zero."""
+    end = max(stop for parts in workers.values() for _, _, stop in parts)
+    unit, word = (1e-3, "ms") if end < 1 else formats.time_unit(end)
+    height = 0.95 + 0.17 * len(workers)
+    figure, axes = new_axes(title, f"time ({word})", height=height)
+    for row, parts in enumerate(workers.values()):
+        for kind in KINDS:
+            spans = [(a / unit, b / unit) for what, a, b in parts if what == kind]
+            if spans:
+                axes.add_patch(_bars(spans, row, kind))
+    axes.set_xlim(0, end / unit)
+    axes.set_ylim(len(workers) - 0.5, -0.5)
+    axes.set_yticks(range(len(workers)), [str(worker) for worker in workers])
+    axes.grid(False)
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda value, _: plain(value))
+    return publish(
+        figure, name, title, {}, folder,
+        box=box(axes), x=scale(axes, "x") | {"unit": unit}, y=scale(axes, "y"),
+    )  # fmt: skip
+
+
+def _bars(spans: list[tuple[float, float]], row: int, kind: str) -> PathPatch:
+    """All of a kind as one path. The outline keeps mixing steps, which take no time, in sight."""
+    half = 0.36 if kind == "mixing" else 0.3
+    bars = [
+        Outline(
+            [(a, row - half), (b, row - half), (b, row + half), (a, row + half), (a, 0)],
+            closed=True,
+        )
+        for a, b in spans
+    ]
+    colour = THEME[kind][0]
+    width = {"mixing": 0.7, "sync": 0.5}.get(kind, 0.0)
+    return PathPatch(Outline.make_compound_path(*bars), fc=colour, ec=colour, lw=width)
+
+
+def _x_format(axis: str, series: list[Series]) -> tuple[float, str, Any]:
+    """By what to divide, the label, and how ticks are written."""
+    if axis == "time_s":
+        unit, word = formats.time_unit(max(float(each.curve.x[axis][-1]) for each in series))
+        return unit, f"{AXES[axis]} ({word})", plain
+    return 1.0, AXES[axis], formats.size if axis == "bytes_sent" else thousands
+
+
+def _draw_line(axes: Axes, series: Series, x: np.ndarray) -> None:
+    curve, look, gid = series.curve, series.look, f"line-{series.number}"
+    if curve.has_band:  # pale: bands of several lines lie over each other
+        axes.fill_between(x, curve.low, curve.high, color=look.light, alpha=0.16, lw=0, gid=gid)
+    every = max(1, len(x) // 6)
+    axes.plot(
+        x, curve.mean, color=look.light, ls=look.dash, marker=look.marker, gid=gid,
+        markevery=(every // 2, every), markeredgewidth=0, zorder=3,
+    )  # fmt: skip
+
+
+def _draw_points(axes: Axes, series: Series, *, joined: bool) -> None:
+    curve, look = series.curve, series.look
+    around = np.maximum(0, [curve.mean - curve.low, curve.high - curve.mean])
+    axes.errorbar(
+        curve.x["value"], curve.mean, yerr=around if curve.has_band else None,
+        color=look.light, ls=look.dash if joined else "none", marker=look.marker,
+        ms=4, markeredgewidth=0, elinewidth=0.9, capsize=1.5, zorder=3,
+    )  # fmt: skip
+
+
+def _fit(axes: Axes, curves: list[Curve], references: list[Reference]) -> None:
+    """The y scale: logarithmic where they span much, with room for the references' names."""
+    values = [part for curve in curves for part in (curve.low, curve.high)]
+    log = needs_log(values, ratio=6)
+    every = np.concatenate(
+        [*values, [end for reference in references for end in (reference.low, reference.high)]]
+    )
+    if log:
+        every = every[every > 0]
+        axes.set_ylim(every.min() / 1.15, every.max() * 1.15)
+    else:
+        margin = 0.06 * (np.ptp(every) or abs(every[0]) or 1.0)
+        top = margin * (2 if references else 1)
+        axes.set_ylim(every.min() - margin, every.max() + top)
+    set_scale(axes, "y", log=log, shown=plain)
+
+
+def _draw_references(axes: Axes, references: list[Reference]) -> None:
+    for reference in references:
+        look = reference.look
+        colour, dash = (look.light, look.dash) if look else (MUTED, (0, (2, 2)))
+        low, high = reference.low, reference.high
+        axes.axhline(high, color=colour, ls=dash, lw=0.9, zorder=2)
+        if low < high:
+            axes.axhline(low, color=colour, ls=dash, lw=0.9, zorder=2)
+        values = plain(low) if low == high else f"{plain(low)} to {plain(high)}"
+        axes.annotate(
+            f"{reference.label} {values}", (0, high),
+            xycoords=("axes fraction", "data"), xytext=(3, 2.5), textcoords="offset points",
+            size=6.8, color=colour,
+        )  # fmt: skip
+
+
+def _scale_by_values(axes: Axes, values: list[float]) -> None:
+    """Ticks at the values that were run, where they do not crowd."""
+    log = values[0] > 0 and values[-1] >= 8 * values[0]
+    set_scale(axes, "x", log=log, shown=plain)
+    if len(values) <= 8 and (log or len(values) <= 5):
+        axes.set_xticks(values, [plain(value) for value in values])
+    axes.margins(x=0.08)
+
+
+def _file_legend(axes: Axes, series: list[Series]) -> None:
+    legend = axes.legend(
+        handles=[_handle(each) for each in series], loc="upper center", handlelength=2.6,
+        bbox_to_anchor=(0.45, -0.16), ncols=min(4, len(series)), columnspacing=1.2,
+    )  # fmt: skip
+    legend.set_gid("file-only")
+
+
+def _handle(series: Series) -> Line2D:
+    look = series.look
+    return Line2D(
+        [], [], color=look.light, ls=look.dash, marker=look.marker, markeredgewidth=0,
+        label=series.label,
+    )  # fmt: skip
+
+
+def _colours(series: list[Series]) -> dict[str, str]:
+    return {each.look.light: f"var(--line-{each.number})" for each in series}
+
+
+def merged(parts: list[dict[str, Any]], *, shortest: float) -> Iterator[tuple[str, float, float]]:
+    """Neighbours of one kind as one bar: thousands of steps would be a wall of hairlines."""
+    last: tuple[str, float, float] | None = None
+    for part in sorted(parts, key=lambda part: part["start_s"]):
+        kind, start, end = part["kind"], part["start_s"], part["end_s"]
+        if last and last[0] == kind and start - last[2] < shortest:
+            last = kind, last[1], max(end, last[2])
+            continue
+        if last:
+            yield last
+        last = kind, start, end
+    if last:
+        yield last

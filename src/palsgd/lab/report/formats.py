@@ -1,0 +1,58 @@
+"""Numbers as people read them."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+GAP = "\N{NO-BREAK SPACE}"
+NONE = "\N{EN DASH}"  # for what is not known
+MINUS = "\N{MINUS SIGN}"  # as wide as a digit
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{digits}f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def count(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def small(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1e}"
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.1f}{GAP}%".replace("-", MINUS)
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return NONE
+    divisor, unit = time_unit(value)
+    number = f"{value / divisor:,.3g}" if value < 100 else f"{value / divisor:,.1f}"
+    return number + GAP + unit
+
+
+def time_unit(largest: float) -> tuple[float, str]:
+    if largest < 600:
+        return 1.0, "s"
+    return (60.0, "min") if largest < 3 * 3600 else (3600.0, "h")
+
+
+def size(value: float | None) -> str:
+    """Bytes, in powers of a thousand."""
+    if value is None:
+        return NONE
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g}{GAP}{unit}"
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

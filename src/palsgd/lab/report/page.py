@@ -1,0 +1,49 @@
+"""The page: one HTML file that needs nothing but itself."""
+
+import warnings
+from importlib import resources
+from pathlib import Path
+
+from palsgd.lab.report.reading import Run, find_runs
+
+
+def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Path:
+    """Write the report on all runs in the folders to `out`, its figures to `figures/` beside it."""
+    runs = find_runs(folders)
+    out = Path(out)
+    beside = out.parent / "figures" if figures else None
+    (beside or out.parent).mkdir(parents=True, exist_ok=True)
+    out.write_text(_page(runs, beside), encoding="utf-8")
+    return out
+
+
+def _page(runs: list[Run], figures: Path | None) -> str:
+    # They take a while to import, and the command line offers much that needs neither.
+    import jinja2
+
+    from palsgd.lab.report.drawing import drawing_style
+    from palsgd.lab.report.looks import THEME
+    from palsgd.lab.report.section import Section
+
+    workloads = dict.fromkeys(run.workload for run in runs)
+    with drawing_style(), warnings.catch_warnings():
+        # Of a name in a script that the figures' font lacks; browsers have their own fonts.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        sections = [
+            Section(number, [run for run in runs if run.workload == workload], figures)
+            for number, workload in enumerate(workloads)
+        ]
+    # Whatever comes from files is escaped, because everything is unless the template says "safe".
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(_shipped("report.html")).render(
+        sections=sections,
+        theme=THEME,
+        css=_shipped("report.css"),
+        js=_shipped("report.js"),
+    )
+
+
+def _shipped(name: str) -> str:
+    return (resources.files("palsgd.lab.report") / name).read_text(encoding="utf-8")

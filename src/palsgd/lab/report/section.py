@@ -1,0 +1,326 @@
+"""All that the page says about the runs of one workload."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palsgd.lab.report import formats
+from palsgd.lab.report.ablations import Ablation, ablations, final
+from palsgd.lab.report.comparing import Comparison, ToTarget
+from palsgd.lab.report.curves import AXES, average
+from palsgd.lab.report.drawing import Plot
+from palsgd.lab.report.figures import (
+    KINDS,
+    Reference,
+    Series,
+    draw_ablation,
+    draw_curves,
+    draw_timeline,
+    merged,
+)
+from palsgd.lab.report.grouping import Group, group, named, shown
+from palsgd.lab.report.looks import Look, looks
+from palsgd.lab.report.reading import Run, read_timeline
+from palsgd.lab.report.tables import (
+    Table,
+    cost_table,
+    final_table,
+    settings_table,
+    target_table,
+)
+
+_POINTS = 300  # of a curve; less where there are many
+_TIMELINES = 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A place for a figure, with a variant for each position of its switch."""
+
+    title: str
+    switch: str
+    variants: dict[str, Plot]
+    caption: str = ""
+    legend: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # where the section's does not serve
+
+
+class Section:
+    """What the template shows of it are its attributes."""
+
+    def __init__(self, number: int, runs: list[Run], figures: Path | None):
+        self.number, self.runs, self.figures = number, runs, figures
+        self.points: dict[str, Any] = {}  # what the tooltips show
+        self.workload = self.runs[0].workload
+        self.metric = str(self.runs[0].config.get("metric") or "metric")
+        self.groups: list[Group] = group(self.runs)
+        self.looks: list[Look] = looks(self.groups)
+        self.labels = [each.label for each in self.groups]
+        self.comparison = Comparison(self.groups)
+        self.switches = {
+            "axis": dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
+        }
+        self.curves = [self._panel(key) for key in ("loss", "metric", "train_loss")]
+        self.rounds = [self._panel(key) for key in ("distance", "agreement")]
+        self.ablations = [self._ablation(each) for each in ablations(self.groups)]
+        self.timelines = list(self._timelines())
+
+    @property
+    def to_target(self) -> Table | None:
+        return target_table(self.comparison, self.metric)
+
+    @property
+    def tables(self) -> list[Table]:
+        found = [final_table(self.comparison, self.metric), cost_table(self.comparison)]
+        return [table for table in found if table.rows]
+
+    @property
+    def settings(self) -> Table | None:
+        return settings_table(self.groups)
+
+    @property
+    def all_settings(self) -> list[tuple[str, str]]:
+        """Every key of config.yaml, with each value that occurs."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.config)
+        return [(key, self._values(key)) for key in keys]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        return [
+            ("runs", str(len(self.runs))),
+            ("workers", self._values("workers")),
+            ("run as", self._run_as()),
+            ("machine", self._values("device")),
+            ("parameters", self._values("parameters")),
+            ("steps", self._values("steps")),
+            ("seeds", self._values("seed")),
+            ("versions", f"palsgd {self._values('palsgd')}, torch {self._values('torch')}"),
+        ]
+
+    @property
+    def findings(self) -> list[str]:
+        rows = self.comparison.to_target() if self.comparison.baselines else []
+        if len(rows) > 4:
+            return []
+        return [self._finding(row) for row in rows if row.group.method != "ddp" and row.tried]
+
+    @property
+    def notes(self) -> list[str]:
+        notes = [f"{run.name}: {note}." for run in self.runs for note in run.notes]
+        for run in self.runs:
+            if not run.finished:
+                at = f"step {run.lines[-1]['step']:,}" if run.lines else "no line yet"
+                notes.append(
+                    f"{run.name}: unfinished ({at}); its curves are shown, no final values."
+                )
+        if any(run.config.get("simulated") for run in self.runs):
+            notes.append(
+                "Simulated: one process did the work of all workers, so time is its own and not "
+                "that of a cluster. Steps, gradients and bytes are what real workers would count."
+            )
+        return notes
+
+    def _values(self, key: str) -> str:
+        values = dict.fromkeys(_text(run.config.get(key)) for run in self.runs)
+        return ", ".join(values)
+
+    def _run_as(self) -> str:
+        engines = {
+            f"simulated in one process ({run.config.get('engine')})"
+            if run.config.get("simulated")
+            else "real processes"
+            for run in self.runs
+        }
+        return ", ".join(sorted(engines))
+
+    def _finding(self, row: ToTarget) -> str:
+        name = row.group.label
+        if row.reached < row.tried:
+            runs = f" in {row.tried - row.reached} of {row.tried} runs" if row.tried > 1 else ""
+            return f"{name} missed DDP's final {self.metric}{runs}."
+        saved = {key: value for key, value in row.saved.items() if value is not None}
+        words = {"time_s": "time", "step": "steps", "bytes_sent": "bytes"}
+        parts = [_less(saved[key], word) for key, word in words.items() if key in saved]
+        return f"{name} reached DDP's final {self.metric} with {_listed(parts)}."
+
+    # --- figures
+
+    def _panel(self, quantity: str) -> Panel | None:
+        series = list(self._series(quantity))
+        if not series:
+            return None
+        title = self._title(quantity)
+        self.points[quantity] = [_points(each) for each in series]
+        references = self._references(quantity)
+        variants = {
+            axis: self._plot(draw_curves, f"{quantity}-{axis}", title, axis, series, references)
+            for axis in AXES
+        }
+        for axis, plot in variants.items():
+            plot.reading |= {"points": quantity, "axis": axis}
+        return Panel(title, "axis", variants, self._caption(quantity, series))
+
+    def _series(self, quantity: str) -> Iterable[Series]:
+        points = max(60, min(_POINTS, 6 * _POINTS // len(self.groups)))
+        for number, each in enumerate(self.groups):
+            curve = average(each.runs, quantity, points=points)
+            if curve is not None:
+                yield Series(number, each.label, self.looks[number], curve)
+
+    def _plot(self, draw: Any, name: str, *arguments: Any) -> Plot:
+        prefix = f"{self.number + 1}-" if self.number else ""
+        safe = re.sub(r"[^\w-]+", "_", prefix + name)  # it is a file's, and has come from files
+        return draw(safe, *arguments, self.figures)
+
+    def _title(self, quantity: str) -> str:
+        return {
+            "loss": "Validation loss",
+            "metric": f"Validation {self.metric}",
+            "train_loss": "Training loss",
+            "distance": "Distance to the anchor",
+            "agreement": "Agreement of outer gradients",
+        }[quantity]
+
+    def _caption(self, quantity: str, series: list[Series]) -> str:
+        over = [
+            *(["workers"] if quantity == "distance" else []),
+            *(["runs"] if any(len(each.runs) > 1 for each in self.groups) else []),
+        ]
+        if not over or not any(each.curve.has_band for each in series):
+            return ""
+        return f"Line: mean over {' and '.join(over)}. Band: lowest to highest."
+
+    def _references(self, quantity: str) -> list[Reference]:
+        if quantity == "loss":
+            known = (run.config.get("floor") for run in self.runs)
+            return _reference("floor", [float(floor) for floor in known if floor is not None])
+        return _reference("target", self.comparison.targets) if quantity == "metric" else []
+
+    def _ablation(self, ablation: Ablation) -> Panel:
+        self.switches["final"] = {"metric": self.metric, "loss": "loss"}
+        first = len(self.looks)
+        self.looks += looks(ablation.bundles)
+        variants = {}
+        for key in ("metric", "loss"):
+            name = f"by-{ablation.field}-{key}"
+            plot = self._ablation_plot(ablation, key, name, first)
+            if plot is not None:
+                plot.reading |= {"points": name, "axis": "value", "name": named(ablation.field)}
+                variants[key] = plot
+        legend = [(first + at, bundle.label) for at, bundle in enumerate(ablation.bundles)]
+        return Panel(f"by {named(ablation.field)}", "final", variants, "", legend)
+
+    def _ablation_plot(self, ablation: Ablation, key: str, name: str, first: int) -> Plot | None:
+        series = [
+            Series(first + at, bundle.label, self.looks[first + at], curve)
+            for at, bundle in enumerate(ablation.bundles)
+            if (curve := ablation.curve(bundle, key)) is not None
+        ]
+        if not series:
+            return None
+        self.points[name] = [_points(each) for each in series]
+        title = f"Final {self.metric if key == 'metric' else 'loss'} by {named(ablation.field)}"
+        xlabel = named(ablation.field)
+        if ablation.moved:
+            xlabel += f" (with it: {', '.join(named(each) for each in ablation.moved[:3])})"
+        references = list(self._beside(ablation, key))
+        return self._plot(draw_ablation, name, title, xlabel, ablation.ticks, series, references)
+
+    def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
+        for each in ablation.beside[:4]:
+            value = formats.mean([v for run in each.runs if (v := final(run, key)) is not None])
+            if value is not None:
+                yield Reference(each.label, value, value, self.looks[self.groups.index(each)])
+
+    def _timelines(self) -> Iterable[Panel]:
+        shown = 0
+        for number, each in enumerate(self.groups):
+            run, spans = next(((r, s) for r in each.runs if (s := read_timeline(r))), (None, []))
+            if run is None or shown == _TIMELINES:
+                continue
+            shown += 1
+            start = min(span["start_s"] for span in spans)
+            end = max(span["end_s"] for span in spans)
+            workers = {
+                worker: [
+                    (kind, a - start, b - start)
+                    for kind, a, b in merged(
+                        [span for span in spans if span["worker"] == worker],
+                        shortest=(end - start) / 1500,
+                    )
+                ]
+                for worker in sorted({span["worker"] for span in spans})
+            }
+            plot = self._plot(draw_timeline, f"timeline-{number}", each.label, workers)
+            plot.reading["timeline"] = [
+                [[kind, _short(a), _short(b)] for kind, a, b in parts] for parts in workers.values()
+            ]
+            yield Panel(each.label, "", {"": plot}, _shares(spans))
+
+    @property
+    def data(self) -> str:
+        """For the page's script; `<` cannot end the element it stands in."""
+        return _json({"labels": self.labels, "points": self.points})
+
+    def reading(self, plot: Plot) -> str:
+        return _json(plot.reading)
+
+
+def _reference(name: str, values: list[float]) -> list[Reference]:
+    return [Reference(name, min(values), max(values))] if values else []
+
+
+def _points(series: Series) -> dict[str, Any]:
+    curve = series.curve
+    points: dict[str, Any] = {"line": series.number, "label": series.label}
+    points["x"] = {key: _shortened(x) for key, x in curve.x.items()}
+    points["mean"] = _shortened(curve.mean)
+    if curve.has_band:
+        points |= {"low": _shortened(curve.low), "high": _shortened(curve.high)}
+    return points
+
+
+def _shortened(values: np.ndarray) -> list[float]:
+    return [_short(value) for value in values]
+
+
+def _short(value: float) -> float:
+    """Six digits, but counts whole."""
+    value = float(value)
+    if value.is_integer():
+        return int(value)
+    return float(f"{value:.6g}") if math.isfinite(value) else 0.0
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _shares(spans: list[dict[str, Any]]) -> str:
+    """How the workers' time was spent, all of them together."""
+    spent = {
+        kind: sum(s["end_s"] - s["start_s"] for s in spans if s["kind"] == kind) for kind in KINDS
+    }
+    whole = sum(spent.values()) or 1.0
+    return ", ".join(f"{kind} {formats.percent(t / whole)}" for kind, t in spent.items() if t)
+
+
+def _less(saved: float, what: str) -> str:
+    less = "less" if what == "time" else "fewer"
+    return f"{formats.percent(abs(saved))} {less if saved >= 0 else 'more'} {what}"
+
+
+def _listed(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else shown(value)

@@ -1,0 +1,51 @@
+"""The curves as TensorBoard event files."""
+
+import re
+from pathlib import Path
+
+from palsgd.lab.report.curves import QUANTITIES
+from palsgd.lab.report.grouping import Group, group
+from palsgd.lab.report.reading import Run, find_runs
+
+_TAGS = {
+    "loss": "validation/loss",
+    "metric": "validation/metric",
+    "train_loss": "train/loss",
+    "distance": "sync/distance",
+    "agreement": "sync/agreement",
+}
+
+
+def write_tensorboard(folders: list[Path], out: Path) -> Path:
+    """One TensorBoard run per run; its "wall time" is training time, so "relative" shows that."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    out, taken = Path(out), set[str]()
+    runs = find_runs(folders)
+    for workload in dict.fromkeys(run.workload for run in runs):
+        for each in group([run for run in runs if run.workload == workload]):
+            for run in each.runs:
+                with SummaryWriter(str(out / _name(each, run, taken))) as writer:
+                    _write(run, writer.add_scalar)
+    return out
+
+
+def _name(each: Group, run: Run, taken: set[str]) -> str:
+    """A folder name that says the setting, safe whatever the files say, and used once."""
+    seed = f" seed={run.config.get('seed')}" if len(each.runs) > 1 else ""
+    plain = re.sub(r"[^\w=,+-]+(?![\d])|[^\w=,.+-]+", "_", f"{run.workload} {each.label}{seed}")
+    name = next(
+        n for i in range(len(taken) + 1) if (n := f"{plain}_{i}" if i else plain) not in taken
+    )
+    taken.add(name)
+    return name
+
+
+def _write(run: Run, add) -> None:  # type: ignore[no-untyped-def]
+    for line in run.lines:
+        for quantity, tag in _TAGS.items():
+            spread = QUANTITIES[quantity](line)
+            if spread is not None:
+                add(tag, spread[0], line["step"], walltime=line["time_s"])
+        if line.get("lr") is not None:
+            add("train/lr", line["lr"], line["step"], walltime=line["time_s"])
