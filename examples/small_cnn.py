@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import palsgd
-from palsgd.lab import cifar10
+from palsgd.lab.data import cifar10
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
 

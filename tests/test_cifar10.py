@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from palsgd.lab import cifar10
+from palsgd.lab.data import cifar10
 
 ROOT = Path(__file__).parent.parent
 MINI = ROOT.parent / "shared" / "data" / "cifar10-mini"

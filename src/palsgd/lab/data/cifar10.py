@@ -46,8 +46,26 @@ def load(folder: str | Path) -> tuple[Split, Split]:
     raise ValueError(
         f"no CIFAR-10 in {root}: looked for data_batch_1 (there or in cifar-10-batches-py), "
         "data_batch_1.webp and labels.json; get cifar-10-python.tar.gz from "
-        "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there"
+        "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there, or use the workload "
+        "digits, which needs no files"
     )
+
+
+def is_in(folder: Path) -> bool:
+    names = ("data_batch_1", "cifar-10-batches-py/data_batch_1", "data_batch_1.webp", "labels.json")
+    return any((folder / name).exists() for name in names)
+
+
+def download(folder: Path) -> None:
+    from torchvision.datasets import CIFAR10  # type: ignore[import-untyped]
+
+    try:
+        CIFAR10(str(folder), download=True)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"could not download CIFAR-10 ({error}); fetch cifar-10-python.tar.gz by hand from "
+            f"https://www.cs.toronto.edu/~kriz/cifar.html and unpack it into {folder}"
+        ) from error
 
 
 def normalized(images: Tensor) -> Tensor:

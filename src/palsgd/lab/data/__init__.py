@@ -1,0 +1,1 @@
+"""Where the batches come from: files, libraries and generators, read onto the training device."""

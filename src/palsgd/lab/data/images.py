@@ -1,0 +1,182 @@
+"""Photographs in folders: `train` and `val`, each with a folder of files per class.
+
+A training image is a random crop, resized and perhaps mirrored. Which crop is a function of seed,
+worker and index, so it does not matter which thread decodes it, or when.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
+from palsgd.lab.data.sharding import batch_indices, random_stream
+
+AHEAD = 2  # batches of each worker that are decoded before they are asked for
+LARGEST_IN_MEMORY = 2**32  # bytes of pixels
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Photographs(ABC):
+    def __init__(self, train: Any, val: Any, *, resolution: int, seed: int, device: torch.device):
+        self.train, self.val = train, val
+        self._resolution, self._seed, self._device = resolution, seed, device
+        self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+
+    @abstractmethod
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
+        """Images and labels for training, on the device."""
+
+    @abstractmethod
+    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Images and labels of a part of the validation set, on the device."""
+
+    def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
+        """The images of a batch, and the random numbers for their crops."""
+        which = batch_indices(
+            seed=self._seed, worker=worker, workers=workers, size=size, index=index,
+            examples=len(self.train),
+        )  # fmt: skip
+        return which, random_stream(self._seed, worker, index).random((size, *CHANCES))
+
+
+class FromFiles(Photographs):
+    """Decoded when needed, by threads that run ahead."""
+
+    def __init__(self, train: Any, val: Any, **settings: Any):
+        super().__init__(train, val, **settings)
+        self._begun: dict[tuple[int, int, int], dict[int, list[Future]]] = {}
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
+        begun = self._begun.get((worker, workers, size), {})
+        wanted = range(index, index + 1 + AHEAD)
+        begun = {i: begun.get(i) or self._begin(worker, workers, size, i) for i in wanted}
+        self._begun[worker, workers, size] = begun
+        return self._collect(begun.pop(index))
+
+    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
+        view = middle(self._resolution)
+
+        def example(i: int) -> tuple[Any, int]:
+            return view(decoded(self.val, i)), self.val.targets[i]
+
+        return self._collect([self._pool.submit(example, i) for i in range(len(self.val))[part]])
+
+    def _begin(self, *batch: int) -> list[Future]:
+        which, chances = self._drawn(*batch)
+        return [
+            self._pool.submit(self._example, i, chance)
+            for i, chance in zip(which.tolist(), chances, strict=True)
+        ]
+
+    def _example(self, i: int, chances: np.ndarray) -> tuple[Any, int]:
+        from torchvision.transforms.v2.functional import horizontal_flip, resized_crop  # type: ignore[import-untyped]
+
+        image = decoded(self.train, i)
+        crop = random_crop(image.height, image.width, chances)
+        size = [self._resolution, self._resolution]
+        image = resized_crop(image, crop.top, crop.left, crop.height, crop.width, size)
+        return horizontal_flip(image) if crop.mirrored else image, self.train.targets[i]
+
+    def _collect(self, begun: list[Future]) -> tuple[Tensor, Tensor]:
+        images, labels = zip(*(each.result() for each in begun), strict=True)
+        return normalized(_pixels(images).to(self._device)), torch.tensor(labels).to(self._device)
+
+
+class InMemory(Photographs):
+    """Kept whole on the device, and cropped there."""
+
+    def __init__(self, train: Any, val: Any, **settings: Any):
+        super().__init__(train, val, **settings)
+        self._images, self._labels = self._loaded(train)
+        self._val_images, self._val_labels = self._loaded(val)
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
+        which, chances = self._drawn(worker, workers, size, index)
+        images = self._images[which.to(self._device)]
+        height, width = images.shape[2:]
+        crops = [random_crop(height, width, chance) for chance in chances]
+        labels = self._labels[which.to(self._device)]
+        return normalized(zoomed(images, crops, self._resolution)), labels
+
+    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
+        view = middle(self._resolution)
+        return normalized(view(self._val_images[part])), self._val_labels[part]
+
+    def _loaded(self, folder: Any) -> tuple[Tensor, Tensor]:
+        images = list(self._pool.map(lambda i: decoded(folder, i), range(len(folder))))
+        return _pixels(images).to(self._device), torch.tensor(folder.targets).to(self._device)
+
+
+def open_folders(
+    root: Path, *, resolution: int, seed: int, device: torch.device, in_memory: bool | None = None
+) -> Photographs:
+    """The photographs in root/train and root/val. Those that fit are kept in memory, unless
+    `in_memory` says otherwise."""
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    try:
+        train, val = (ImageFolder(str(root / name)) for name in ("train", "val"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
+            "the workload digits, which needs no files"
+        ) from error
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
+    if in_memory is None:
+        in_memory = _can_be_held(train, val, resolution)
+    kind = InMemory if in_memory else FromFiles
+    return kind(train, val, resolution=resolution, seed=seed, device=device)
+
+
+def decoded(folder: Any, i: int) -> Any:
+    with _opened(folder, i) as image:
+        return image.convert("RGB")
+
+
+def normalized(images: Tensor) -> Tensor:
+    mean = torch.tensor(_MEAN, device=images.device).view(3, 1, 1)
+    std = torch.tensor(_STD, device=images.device).view(3, 1, 1)
+    return (images.float() / 255 - mean) / std
+
+
+def _can_be_held(train: Any, val: Any, resolution: int) -> bool:
+    """Whether all are of one size that is never shrunk, and small together."""
+    sizes = (_size(folder, i) for folder in (train, val) for i in range(len(folder)))
+    width, height = first = next(sizes)
+    pixels = 3 * width * height * (len(train) + len(val))
+    fit = max(first) <= resolution and pixels <= LARGEST_IN_MEMORY
+    return fit and all(size == first for size in sizes)
+
+
+def _size(folder: Any, i: int) -> tuple[int, int]:
+    with _opened(folder, i) as image:
+        return image.size
+
+
+@contextmanager
+def _opened(folder: Any, i: int) -> Iterator[Any]:
+    from PIL import Image
+
+    path, _ = folder.samples[i]
+    try:
+        with Image.open(path) as image:
+            yield image
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"{path} is missing or not an image ({error}); copy it again") from error
+
+
+def _pixels(images: Any) -> Tensor:
+    """Uint8, N x 3 x height x width."""
+    stacked = np.stack([np.asarray(image) for image in images])
+    return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()

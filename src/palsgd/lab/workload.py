@@ -1,0 +1,89 @@
+"""What a workload is: a model, batches, a loss and a metric."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.lab.data.files import Progress
+
+
+class Workload(ABC):
+    """One learning problem, its data loaded and ready on `device`.
+
+    Batches are a pure function of worker, index and seed, so a resumed run, a simulated one and
+    one in real processes see the same data, and no loader state is ever saved.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    floor: float | None = None  # the lowest expected loss any model can reach, where known
+
+    def __init__(
+        self,
+        *,
+        data: Path | str | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 2023,
+        download: bool = False,
+        progress: Progress | None = None,
+    ):
+        """`data` is a folder, for workloads that need files; `download` fetches missing ones."""
+        self.data, self.device, self.seed = data, torch.device(device), seed
+        self.download, self.progress = download, progress
+        self.load()
+
+    @abstractmethod
+    def load(self) -> None:
+        """Read the data onto the device."""
+
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """Training examples in an epoch."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model on the CPU, drawn from torch's global generator."""
+
+    @abstractmethod
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
+        """The `index`-th batch of a worker: its own part of each epoch, shuffled anew each time."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss over the batch. Calls `model(...)` once, so that DDP sees it."""
+
+    @abstractmethod
+    def totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor:
+        """Over one of `parts` equal parts of the validation set: summed loss, summed metric and
+        count, in float64. Parts add up, so ranks can share an evaluation."""
+
+    def score(self, totals: Tensor) -> tuple[float, float]:
+        """Loss and metric from totals that were added up."""
+        loss, metric, count = totals.tolist()
+        return loss / count, metric / count
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout, no gradients; the model is put back as it was."""
+    was = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was)
+
+
+def parts_of(count: int, part: int, parts: int, size: int) -> Iterator[slice]:
+    """One of `parts` equal parts of `count` examples, in slices of at most `size`."""
+    end = count * (part + 1) // parts
+    for start in range(count * part // parts, end, size):
+        yield slice(start, min(start + size, end))

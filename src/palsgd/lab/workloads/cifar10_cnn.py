@@ -1,0 +1,49 @@
+"""CIFAR-10 and the paper's small CNN, for studies with many workers."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from palsgd.lab.data import cifar10
+from palsgd.lab.data.files import place_of
+from palsgd.lab.settings import Settings
+from palsgd.lab.workloads.classification import InMemory
+
+# The paper gives no batch size: 32 is ours. Learning rates are from its grid.
+_PAPER = Settings(
+    workload="cifar10-cnn", workers=4, epochs=100, batch_size=32, sync_every=32, mix_prob=0.25,
+    mix_rate=1.0, inner="sgd", lr=1e-2, outer_lr=0.1,
+)  # fmt: skip
+RECIPES = {"cifar10-cnn": _PAPER} | {
+    f"cifar10-cnn-k{workers}": replace(_PAPER, workers=workers) for workers in (8, 16, 32, 64)
+}
+GRIDS = {
+    "cifar10-cnn/K": {"workers": [4, 8, 16, 32, 64]},
+    "cifar10-cnn/lr": {"lr": [1e-2, 1e-3, 1e-4], "outer_lr": [1.0, 0.1, 0.01]},
+}
+
+
+class Cifar10(InMemory):
+    """The data; pixels stay bytes until they are in a batch."""
+
+    def load(self) -> None:
+        folder = place_of(self.data, "cifar10", instead="digits")
+        if self.download and not cifar10.is_in(folder):
+            cifar10.download(folder)
+        train, test = (split.to(self.device) for split in cifar10.load(folder))
+        self.train_images, self.train_labels = train.images, train.labels
+        self.test_images, self.test_labels = test.images, test.labels
+
+    def inputs(self, images: Tensor) -> Tensor:
+        return cifar10.normalized(images)
+
+
+class Cifar10CNN(Cifar10):
+    name = "cifar10-cnn"
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(4096, 1024), nn.ReLU(), nn.Linear(1024, 10),
+        )  # fmt: skip

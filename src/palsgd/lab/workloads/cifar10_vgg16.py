@@ -1,0 +1,50 @@
+"""CIFAR-10 and VGG-16, with random shifts and mirror images."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from palsgd.lab.data.crops import shifted
+from palsgd.lab.data.sharding import random_stream
+from palsgd.lab.settings import Settings
+from palsgd.lab.workloads.cifar10_cnn import Cifar10
+
+# lr, outer_lr, p and eta are the middle of the paper's grids; it does not say which were best.
+_PAPER = Settings(
+    workload="cifar10-vgg16", workers=4, epochs=200, batch_size=128, sync_every=128, mix_prob=0.05,
+    mix_rate=0.25, warmup_steps=2048, inner="sgd", lr=0.05, weight_decay=1e-4, outer_lr=0.8,
+    schedule="cosine", lr_warmup_steps=10 * (50_000 // (4 * 128)),  # ten epochs
+)  # fmt: skip
+_SCALING = replace(_PAPER, batch_size=256, schedule="constant", lr_warmup_steps=0)
+RECIPES = {
+    "cifar10-vgg16": _PAPER,
+    "cifar10-vgg16-k4": _SCALING,
+    "cifar10-vgg16-k8": replace(_SCALING, workers=8),
+    "cifar10-vgg16-k16": replace(_SCALING, workers=16, warmup_steps=1024),
+    "cifar10-vgg16-k32": replace(_SCALING, workers=32, warmup_steps=512),
+}
+GRIDS = {
+    "cifar10-vgg16/H": {"sync_every": [32, 64, 128, 256, 512, 1024]},
+    "cifar10-vgg16/lr": {"lr": [0.025, 0.05, 0.075], "outer_lr": [0.2, 0.4, 0.8, 1.2, 1.6]},
+    # not their product: at this lr, p = .02 with eta = .5 would overshoot the anchor (beta 1.25)
+    "cifar10-vgg16/p": {"mix_prob": [0.02, 0.05, 0.1]},
+    "cifar10-vgg16/eta": {"mix_rate": [0.1, 0.25, 0.5]},
+}
+
+
+class Cifar10VGG16(Cifar10):
+    name = "cifar10-vgg16"
+
+    def load(self) -> None:
+        super().load()
+        self.train_images = pad(self.train_images, (4, 4, 4, 4))
+
+    def training_inputs(self, which: Tensor, worker: int, index: int) -> Tensor:
+        random = random_stream(self.seed, worker, index)
+        return self.inputs(shifted(self.train_images, which, random, size=32))
+
+    def model(self) -> nn.Module:
+        from torchvision.models import vgg16  # type: ignore[import-untyped]
+
+        return vgg16(num_classes=10)

@@ -1,0 +1,36 @@
+"""Handwritten digits, 8 x 8 pixels, that come with scikit-learn: seconds, and nothing to fetch."""
+
+import torch
+from torch import nn
+
+from palsgd.lab.data.sharding import random_stream
+from palsgd.lab.settings import Settings
+from palsgd.lab.workloads.classification import InMemory
+
+RECIPES = {
+    "digits": Settings(
+        workload="digits", workers=4, steps=600, batch_size=32, sync_every=32, mix_prob=0.1,
+        mix_rate=4.0, warmup_steps=40, inner="adamw", lr=2e-3, outer_lr=0.2,
+    ),
+}  # fmt: skip
+GRIDS = {
+    "digits/H": {"sync_every": [8, 16, 32, 64, 128]},
+    "digits/eta": {"mix_rate": [0.25, 1.0, 4.0, 16.0]},
+}
+
+
+class Digits(InMemory):
+    name = "digits"
+
+    def load(self) -> None:
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        order = random_stream(0).permutation(len(labels))  # one split, whatever the seed
+        x = torch.tensor(images[order] / 16, dtype=torch.float32, device=self.device)
+        y = torch.tensor(labels[order], dtype=torch.int64, device=self.device)
+        self.train_images, self.test_images = x[:1437], x[1437:]
+        self.train_labels, self.test_labels = y[:1437], y[1437:]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -1,0 +1,50 @@
+"""ImageNet-1K, or any photographs in folders by class, and ResNet-50."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from palsgd.lab.data.files import place_of
+from palsgd.lab.data.images import open_folders
+from palsgd.lab.settings import Settings
+from palsgd.lab.workload import parts_of
+from palsgd.lab.workloads.classification import Batch, Classification
+
+# The paper gives ranges for outer_lr (.1 to .2) and eta (.5 to 16).
+RECIPES = {
+    "imagenet-resnet50": Settings(
+        workload="imagenet-resnet50", workers=4, epochs=90, batch_size=64, sync_every=64,
+        mix_prob=0.05, mix_rate=4.0, warmup_steps=200_000, inner="sgd", lr=1e-3, outer_lr=0.2,
+    ),
+}  # fmt: skip
+GRIDS = {
+    "imagenet-resnet50/eta": {"mix_rate": [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]},
+    "imagenet-resnet50/lr": {"outer_lr": [0.1, 0.2]},
+}
+
+
+class ImageNetResNet50(Classification):
+    name = "imagenet-resnet50"
+    resolution = 224
+
+    def load(self) -> None:
+        folder = place_of(self.data, "imagenet", instead="digits")
+        self.photographs = open_folders(
+            folder, resolution=self.resolution, seed=self.seed, device=self.device
+        )
+
+    @property
+    def examples(self) -> int:
+        return len(self.photographs.train)
+
+    def model(self) -> nn.Module:
+        from torchvision.models import resnet50  # type: ignore[import-untyped]
+
+        return resnet50(num_classes=len(self.photographs.train.classes))
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
+        return self.photographs.batch(worker=worker, workers=workers, size=size, index=index)
+
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
+        for own in parts_of(len(self.photographs.val), part, parts, size=256):
+            yield self.photographs.validation(own)

@@ -1,0 +1,61 @@
+"""Endless stories from a grammar and a tiny GPT-Neo: nothing to fetch, and a known least loss."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+from palsgd.lab.data.sharding import random_stream
+from palsgd.lab.data.stories import GRAMMAR
+from palsgd.lab.data.tokens import NOT_A_TARGET
+from palsgd.lab.models.gpt_neo import GPTNeo
+from palsgd.lab.settings import Settings
+from palsgd.lab.workload import parts_of
+from palsgd.lab.workloads.language import Batch, Language
+
+RECIPES = {
+    "stories": Settings(
+        workload="stories", workers=4, steps=1000, batch_size=16, sync_every=32, mix_prob=0.1,
+        mix_rate=8.0, warmup_steps=100, inner="adamw", lr=3e-3, max_norm=1.0, outer_lr=0.2,
+    ),
+}  # fmt: skip
+GRIDS = {
+    "stories/H": {"sync_every": [8, 16, 32, 64, 128]},
+    "stories/eta": {"mix_rate": [0.25, 1.0, 4.0, 16.0]},
+}
+
+
+class Stories(Language):
+    name = "stories"
+    examples = 100_000  # text is endless; this many stories count as an epoch
+
+    # A loss is summed over all words of many stories, END included, and divided by their number.
+    # With more and more stories that tends to the ratio of the two means. On the finite validation
+    # set the best model may by luck end a little below it.
+    floor = GRAMMAR.entropy / GRAMMAR.mean_length
+
+    def load(self) -> None:
+        texts = GRAMMAR.draw(500, random_stream(0))  # one set, whatever the seed
+        self._valid = self._rows(texts.words, texts.lengths)
+
+    def model(self) -> nn.Module:
+        words = len(GRAMMAR.vocabulary)
+        return GPTNeo(vocab=words, positions=GRAMMAR.longest, hidden=64, heads=4, layers=2)
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
+        texts = GRAMMAR.draw(size, random_stream(self.seed, worker, index))
+        return self._rows(texts.words, texts.lengths)
+
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
+        inputs, targets = self._valid
+        for own in parts_of(len(inputs), part, parts, size=100):
+            yield inputs[own], targets[own]
+
+    def _rows(self, words: np.ndarray, lengths: np.ndarray) -> Batch:
+        """The first word is predicted from END, END from the last word."""
+        targets = torch.from_numpy(words).to(self.device)
+        inputs = targets.roll(1, dims=1)
+        inputs[:, 0] = 0
+        behind = torch.arange(words.shape[1]) >= torch.from_numpy(lengths)[:, None]
+        return inputs, targets.masked_fill(behind.to(self.device), NOT_A_TARGET)
