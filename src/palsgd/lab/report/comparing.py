@@ -65,14 +65,14 @@ class Comparison:
         return next((e for e in run.evaluations if self._reaches(e["metric"], target)), None)
 
     def to_target(self) -> list[ToTarget]:
-        spent = {id(group): self._spent(group) for group in self.groups}
+        spent = {group: self._spent(group) for group in self.groups}
         rows = []
         for group in self.groups:
             reached = [run for run in group.runs if self.reach(run) is not None]
             tried = [run for run in group.runs if run.finished or run in reached]
             base = self._baseline(group) if len(reached) == len(tried) else None
-            ddp = spent[id(base)] if base else {}
-            own = spent[id(group)]
+            ddp = spent[base] if base else {}
+            own = spent[group]
             saved = {key: _saved(ddp.get(key), own[key]) for key in COSTS}
             rows.append(ToTarget(group, len(reached), len(tried), own, saved))
         return rows

@@ -1,6 +1,5 @@
 """The figures: curves, ablations and timelines."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from palsgd.lab.report.drawing import (
     thousands,
 )
 from palsgd.lab.report.looks import THEME, Look
+from palsgd.lab.report.timelines import KINDS, Bar
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,16 @@ def draw_curves(
     series: list[Series],
     references: list[Reference],
     folder: Path | None,
+    *,
+    learning: bool,
 ) -> Plot:
+    """`learning`: the curves fall or rise to a level, which the scale is made for."""
     unit, xlabel, shown = _x_format(axis, series)
     figure, axes = new_axes(title, xlabel)
     for each in series:
         _draw_line(axes, each, each.curve.x[axis] / unit)
-    _fit(axes, [each.curve for each in series], references)
+    curves = [_settled(each.curve) if learning else each.curve for each in series]
+    _fit(axes, curves, references)
     log = axis == "bytes_sent" and needs_log([each.curve.x[axis][-1:] for each in series], ratio=8)
     if log:
         ends = [float(each.curve.x[axis][-1]) for each in series]
@@ -103,11 +107,8 @@ def draw_ablation(
     )  # fmt: skip
 
 
-KINDS = ("gradient", "mixing", "wait", "sync", "evaluate")
-
-
 def draw_timeline(
-    name: str, title: str, workers: dict[int, list[tuple[str, float, float]]], folder: Path | None
+    name: str, title: str, workers: dict[int, list[Bar]], folder: Path | None
 ) -> Plot:
     """One bar per worker; times start at zero."""
     end = max(stop for parts in workers.values() for _, _, stop in parts)
@@ -175,6 +176,12 @@ def _draw_points(axes: Axes, series: Series, *, joined: bool) -> None:
     )  # fmt: skip
 
 
+def _settled(curve: Curve) -> Curve:
+    """Without its first tenth: the steep beginning would press all that follows into a line."""
+    start = len(curve.mean) // 10
+    return Curve({}, curve.mean[start:], curve.low[start:], curve.high[start:])
+
+
 def _fit(axes: Axes, curves: list[Curve], references: list[Reference]) -> None:
     """The y scale: logarithmic where they span much, with room for the references' names."""
     values = [part for curve in curves for part in (curve.low, curve.high)]
@@ -235,18 +242,3 @@ def _handle(series: Series) -> Line2D:
 
 def _colours(series: list[Series]) -> dict[str, str]:
     return {each.look.light: f"var(--line-{each.number})" for each in series}
-
-
-def merged(parts: list[dict[str, Any]], *, shortest: float) -> Iterator[tuple[str, float, float]]:
-    """Neighbours of one kind as one bar: thousands of steps would be a wall of hairlines."""
-    last: tuple[str, float, float] | None = None
-    for part in sorted(parts, key=lambda part: part["start_s"]):
-        kind, start, end = part["kind"], part["start_s"], part["end_s"]
-        if last and last[0] == kind and start - last[2] < shortest:
-            last = kind, last[1], max(end, last[2])
-            continue
-        if last:
-            yield last
-        last = kind, start, end
-    if last:
-        yield last

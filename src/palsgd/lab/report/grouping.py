@@ -20,7 +20,7 @@ _WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """The runs of one setting."""
 

@@ -49,7 +49,8 @@ def looks(groups: list[Group]) -> list[Look]:
         light, dark, dash = _method_look(group.method, methods)
         shade = _shade(kin.index(group), len(kin))
         marker = _MARKERS[len(result) % len(_MARKERS)]
-        result.append(Look(_shaded(light, shade), _shaded(dark, shade), dash, marker))
+        shades = _shaded(light, shade, darkest=0.62), _shaded(dark, shade, darkest=0.4)
+        result.append(Look(*shades, dash, marker))
     return result
 
 
@@ -66,7 +67,7 @@ def _shade(index: int, number: int) -> float:
     return 0.0 if number == 1 else (2 * index / (number - 1) - 1) * min(1.0, 0.5 + number / 10)
 
 
-def _shaded(colour: str, shade: float) -> str:
-    towards, share = (255, 0.48 * shade) if shade > 0 else (0, -0.62 * shade)
+def _shaded(colour: str, shade: float, *, darkest: float) -> str:
+    towards, share = (255, 0.48 * shade) if shade > 0 else (0, -darkest * shade)
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (towards - part) * share):02x}" for part in parts)

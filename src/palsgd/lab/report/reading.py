@@ -18,7 +18,7 @@ _ALWAYS = ("step", "gradient_steps", "time_s", "bytes_sent")
 _SOMETIMES = ("loss", "metric", "train_loss", "agreement", "lr")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
     """One training with one method."""
 

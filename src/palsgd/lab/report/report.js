@@ -13,6 +13,7 @@ for (const section of document.querySelectorAll("section.workload")) {
 
 document.addEventListener("pointerdown", leave, { capture: true });
 document.addEventListener("scroll", leave, { passive: true });
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((all) => (all.open = true)));
 
 function listen(section, set) {
   set.addEventListener("change", (event) => show(section, set.dataset.switch, event.target.value));
@@ -118,7 +119,7 @@ function placed(reading, line) {
     text: digits(line.mean[i]),
     range: line.low ? `${digits(line.low[i])} to ${digits(line.high[i])}` : "",
     colour: `var(--line-${line.line})`,
-  })).filter((point) => point.x > left - 1 && point.x < right + 1);
+  })).filter((point) => point.x > left - 1 && point.x < right + 1 && point.y > top - 1 && point.y < bottom + 1);
 }
 
 /* The bar of a timeline under the pointer. */
@@ -129,8 +130,8 @@ function span(reading, at) {
   const bars = reading.timeline[row] ?? [];
   const [kind, start, end] = bars.find(([, from, to]) => from <= time && time <= to) ?? [];
   if (!kind) return undefined;
-  const row1 = { label: kind, text: seconds(end - start), colour: `var(--${kind})`, range: "" };
-  return { title: `worker ${row}, at ${seconds(start)}`, rows: [row1] };
+  const bar = { label: kind, text: seconds(end - start), colour: `var(--${kind})`, range: "" };
+  return { title: `worker ${row}, at ${seconds(start)}`, rows: [bar] };
 }
 
 function crosshair(box, found) {

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from palsgd.lab.report.comparing import Comparison, ToTarget
 from palsgd.lab.report.curves import AXES, average
 from palsgd.lab.report.drawing import Plot
 from palsgd.lab.report.figures import (
-    KINDS,
     Reference,
     Series,
     draw_ablation,
     draw_curves,
     draw_timeline,
-    merged,
 )
 from palsgd.lab.report.grouping import Group, group, named, shown
 from palsgd.lab.report.looks import Look, looks
@@ -34,6 +33,7 @@ from palsgd.lab.report.tables import (
     settings_table,
     target_table,
 )
+from palsgd.lab.report.timelines import KINDS, bars, shares
 
 _POINTS = 300  # of a curve; less where there are many
 _TIMELINES = 8
@@ -159,8 +159,9 @@ class Section:
         title = self._title(quantity)
         self.points[quantity] = [_points(each) for each in series]
         references = self._references(quantity)
+        draw = partial(draw_curves, learning=quantity in ("loss", "metric", "train_loss"))
         variants = {
-            axis: self._plot(draw_curves, f"{quantity}-{axis}", title, axis, series, references)
+            axis: self._plot(draw, f"{quantity}-{axis}", title, axis, series, references)
             for axis in AXES
         }
         for axis, plot in variants.items():
@@ -240,29 +241,25 @@ class Section:
                 yield Reference(each.label, value, value, self.looks[self.groups.index(each)])
 
     def _timelines(self) -> Iterable[Panel]:
-        shown = 0
-        for number, each in enumerate(self.groups):
-            run, spans = next(((r, s) for r in each.runs if (s := read_timeline(r))), (None, []))
-            if run is None or shown == _TIMELINES:
+        """Of the first run of each group that recorded one."""
+        for number, each in enumerate(self.groups[:_TIMELINES]):
+            spans = next((spans for run in each.runs if (spans := read_timeline(run))), None)
+            if spans is None:
                 continue
-            shown += 1
-            start = min(span["start_s"] for span in spans)
-            end = max(span["end_s"] for span in spans)
-            workers = {
-                worker: [
-                    (kind, a - start, b - start)
-                    for kind, a, b in merged(
-                        [span for span in spans if span["worker"] == worker],
-                        shortest=(end - start) / 1500,
-                    )
-                ]
-                for worker in sorted({span["worker"] for span in spans})
-            }
+            workers = bars(spans)
             plot = self._plot(draw_timeline, f"timeline-{number}", each.label, workers)
             plot.reading["timeline"] = [
-                [[kind, _short(a), _short(b)] for kind, a, b in parts] for parts in workers.values()
+                [[kind, _short(start), _short(end)] for kind, start, end in worker]
+                for worker in workers.values()
             ]
-            yield Panel(each.label, "", {"": plot}, _shares(spans))
+            yield Panel(each.label, "", {"": plot}, shares(spans))
+
+    @property
+    def kinds(self) -> list[str]:
+        """What the timelines show."""
+        plots = [plot for panel in self.timelines for plot in panel.variants.values()]
+        every = [bar for plot in plots for worker in plot.reading["timeline"] for bar in worker]
+        return [kind for kind in KINDS if any(bar[0] == kind for bar in every)]
 
     @property
     def data(self) -> str:
@@ -302,15 +299,6 @@ def _short(value: float) -> float:
 def _json(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c")
-
-
-def _shares(spans: list[dict[str, Any]]) -> str:
-    """How the workers' time was spent, all of them together."""
-    spent = {
-        kind: sum(s["end_s"] - s["start_s"] for s in spans if s["kind"] == kind) for kind in KINDS
-    }
-    whole = sum(spent.values()) or 1.0
-    return ", ".join(f"{kind} {formats.percent(t / whole)}" for kind, t in spent.items() if t)
 
 
 def _less(saved: float, what: str) -> str:

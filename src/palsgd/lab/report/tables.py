@@ -1,5 +1,6 @@
 """The tables of the page, as text ready to be shown."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from palsgd.lab.report import formats
@@ -32,7 +33,7 @@ def target_table(comparison: Comparison, metric: str) -> Table | None:
     targets = comparison.targets
     if not targets:
         return None
-    numbers = {id(group): at for at, group in enumerate(comparison.groups)}
+    numbers = {group: at for at, group in enumerate(comparison.groups)}
     values = ", ".join(formats.number(target) for target in targets[:4])
     return Table(
         title="Time to target",
@@ -41,7 +42,7 @@ def target_table(comparison: Comparison, metric: str) -> Table | None:
         "each column. Means over runs.",
         head=["speed-up over DDP", "time", "steps", "gradients", "bytes"],
         rows=[
-            Row(numbers[id(row.group)], row.group.label, _target_cells(row))
+            Row(numbers[row.group], row.group.label, _target_cells(row))
             for row in comparison.to_target()
         ],
     )
@@ -130,13 +131,13 @@ def _share(part: float | None, whole: float | None) -> str:
     return formats.percent(part / whole) if part is not None and whole else ""
 
 
-def _rows(comparison: Comparison, cells) -> list[Row]:  # type: ignore[no-untyped-def]
-    finals = {id(row.group): row for row in comparison.finals()}
-    rows = []
-    for number, group in enumerate(comparison.groups):
-        if id(group) in finals:
-            rows.append(Row(number, group.label, cells(finals[id(group)])))
-    return rows
+def _rows(comparison: Comparison, cells: Callable[[Final], list[Cell]]) -> list[Row]:
+    finals = {row.group: row for row in comparison.finals()}
+    return [
+        Row(number, group.label, cells(finals[group]))
+        for number, group in enumerate(comparison.groups)
+        if group in finals
+    ]
 
 
 def settings_table(groups: list[Group]) -> Table | None:

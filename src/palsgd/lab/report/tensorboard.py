@@ -1,6 +1,7 @@
 """The curves as TensorBoard event files."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from palsgd.lab.report.curves import QUANTITIES
@@ -33,7 +34,7 @@ def write_tensorboard(folders: list[Path], out: Path) -> Path:
 def _name(each: Group, run: Run, taken: set[str]) -> str:
     """A folder name that says the setting, safe whatever the files say, and used once."""
     seed = f" seed={run.config.get('seed')}" if len(each.runs) > 1 else ""
-    plain = re.sub(r"[^\w=,+-]+(?![\d])|[^\w=,.+-]+", "_", f"{run.workload} {each.label}{seed}")
+    plain = re.sub(r"[^\w=,.+-]+", "_", f"{run.workload} {each.label}{seed}")
     name = next(
         n for i in range(len(taken) + 1) if (n := f"{plain}_{i}" if i else plain) not in taken
     )
@@ -41,7 +42,7 @@ def _name(each: Group, run: Run, taken: set[str]) -> str:
     return name
 
 
-def _write(run: Run, add) -> None:  # type: ignore[no-untyped-def]
+def _write(run: Run, add: Callable[..., None]) -> None:
     for line in run.lines:
         for quantity, tag in _TAGS.items():
             spread = QUANTITIES[quantity](line)

@@ -39,11 +39,11 @@ def terminal_table(folders: list[Path]) -> Table:
         table.add_column(name, justify="right")
     for workload in workloads:
         comparison = Comparison(group([run for run in runs if run.workload == workload]))
-        finals = {id(row.group): row for row in comparison.finals()}
+        finals = {row.group: row for row in comparison.finals()}
         for row in comparison.to_target():
             name = row.group.label if len(workloads) == 1 else f"{workload}: {row.group.label}"
-            cells = [*_final(finals.get(id(row.group))), *_target(row, bool(comparison.targets))]
-            cells += _totals(finals.get(id(row.group)))
+            cells = [*_final(finals.get(row.group)), *_target(row, bool(comparison.targets))]
+            cells += _totals(finals.get(row.group))
             # Text, not str: rich would read [brackets] in a name as markup.
             table.add_row(Text(name), *(Text(cell) for cell in cells))
     return table

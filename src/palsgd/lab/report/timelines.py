@@ -1,0 +1,49 @@
+"""What the workers did when, as bars."""
+
+from collections.abc import Iterator
+
+from palsgd.lab.report import formats
+from palsgd.lab.report.reading import Line
+
+KINDS = ("gradient", "mixing", "wait", "sync", "evaluate")
+
+Bar = tuple[str, float, float]  # kind, start, end
+
+
+def bars(spans: list[Line]) -> dict[int, list[Bar]]:
+    """For each worker; time starts at zero."""
+    zero = min(span["start_s"] for span in spans)
+    length = max(span["end_s"] for span in spans) - zero
+    return {
+        worker: [
+            (kind, start - zero, end - zero)
+            for kind, start, end in _merged(
+                [span for span in spans if span["worker"] == worker], gap=length / 1500
+            )
+        ]
+        for worker in sorted({span["worker"] for span in spans})
+    }
+
+
+def shares(spans: list[Line]) -> str:
+    """How the time was spent, that of all workers together."""
+    spent = dict.fromkeys(KINDS, 0.0)
+    for span in spans:
+        spent[span["kind"]] = spent.get(span["kind"], 0.0) + span["end_s"] - span["start_s"]
+    whole = sum(spent.values()) or 1.0
+    return ", ".join(f"{kind} {formats.percent(s / whole)}" for kind, s in spent.items() if s)
+
+
+def _merged(spans: list[Line], *, gap: float) -> Iterator[Bar]:
+    """Neighbours of one kind as one bar: thousands of steps would be a wall of hairlines."""
+    last: Bar | None = None
+    for span in sorted(spans, key=lambda span: span["start_s"]):
+        kind, start, end = span["kind"], span["start_s"], span["end_s"]
+        if last and last[0] == kind and start - last[2] < gap:
+            last = kind, last[1], max(end, last[2])
+            continue
+        if last:
+            yield last
+        last = kind, start, end
+    if last:
+        yield last
