@@ -5,6 +5,7 @@ import lzma
 import math
 import urllib.request
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -353,6 +354,16 @@ def test_a_batch_of_photographs_is_a_function_of_seed_worker_and_index(tmp_path,
     other = opened(root, in_memory=in_memory, seed=1)
     assert not same(other.batch(worker=0, workers=2, size=2, index=0), batches[0, 0])
     assert batches[0, 0][0].shape == (2, 3, 48, 48)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_photograph_is_cropped_anew_each_time(tmp_path, in_memory):
+    photographs = opened(write_photographs(tmp_path, count=1), in_memory=in_memory)
+    cats = []
+    for index in range(3):
+        found, labels = photographs.batch(worker=0, workers=1, size=2, index=index)
+        cats.append(found[labels == 0])
+    assert not any(torch.equal(a, b) for a, b in combinations(cats, 2))
 
 
 def test_photographs_are_decoded_before_they_are_asked_for(tmp_path, monkeypatch):

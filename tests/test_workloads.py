@@ -19,12 +19,14 @@ import torch
 
 import palsgd
 from palsgd.lab import workloads
-from palsgd.lab.data import cifar10
+from palsgd.lab.data import cifar10, tokens
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads.imagenet_resnet50 import ImageNetResNet50
 from palsgd.lab.workloads.tinystories_gptneo_8m import TinyStoriesGPTNeo8M
 from palsgd.lab.workloads.tinystories_gptneo_125m import TinyStoriesGPTNeo125M
+from test_cifar10 import write_original
+from test_data import write_photographs
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 CIFAR = SHARED / "cifar10-mini"
@@ -150,6 +152,14 @@ def test_a_batch_is_a_function_of_seed_worker_and_index(loaded, name):
         workload.seed = seed
 
 
+def test_an_image_of_cifar10_is_shifted_anew_each_time(loaded):
+    vgg, which = loaded("cifar10-vgg16"), torch.arange(20)
+    first = vgg.training_inputs(which, worker=0, index=0)
+    assert torch.equal(vgg.training_inputs(which, worker=0, index=0), first)
+    assert not torch.equal(vgg.training_inputs(which, worker=0, index=1), first)
+    assert not torch.equal(vgg.training_inputs(which, worker=1, index=0), first)
+
+
 @every_workload
 def test_parts_of_an_evaluation_add_up(loaded, name):
     if name.endswith("125m"):
@@ -195,6 +205,36 @@ def test_a_workload_says_its_name(name):
     module, kind = workloads.WORKLOADS[name].split(":")
     cls = getattr(__import__(f"palsgd.lab.workloads.{module}", fromlist=[kind]), kind)
     assert cls.name == name
+
+
+def write_everything(root):
+    """Small data of every form, made up."""
+    write_original(root / "cifar10", rows=8)
+    write_photographs(root / "imagenet", sizes=((32, 32),))
+    (root / "tinystories").mkdir()
+    for split in tokens.SPLITS:
+        words = np.arange(50_000, 50_000 + 600, dtype=np.uint16) % tokens.END
+        words[::10] = tokens.END
+        words[-1] = tokens.END
+        (root / "tinystories" / f"{split}.bin").write_bytes(words.tobytes())
+        (root / "tinystories" / f"{split}.json").write_text(f'{{"tokens": {len(words)}}}')
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@every_workload
+def test_a_gpu_sees_what_the_cpu_sees(tmp_path, name):
+    if name == "digits":
+        pytest.importorskip("sklearn")
+    write_everything(tmp_path)
+    here, there = (workloads.load(name, data=tmp_path, device=d) for d in ("cpu", "cuda"))
+    which = dict(worker=1, workers=2, size=3, index=5)
+    for a, b in zip(here.batch(**which), there.batch(**which), strict=True):
+        assert b.is_cuda
+        assert torch.allclose(a, b.cpu(), atol=1e-4)
+    torch.manual_seed(0)
+    model = Tiny(here)
+    totals = here.totals(model)
+    assert torch.allclose(there.totals(model.cuda()).cpu(), totals, rtol=1e-4)
 
 
 # Training
