@@ -1,32 +1,56 @@
-"""K simulated workers on one device: the vectorized engine against the loop and the limit.
+"""Simulated workers on one device: the vectorized engine against the loop and the limit.
 
     python bench/simulate.py --out bench/results/simulate-h200.json
-    python bench/simulate.py --device cpu --workers 4 8
+    python bench/simulate.py --part cnn --device cpu --workers 4 8
 
-The paper's small CNN (conv5x5 3-32, conv5x5 32-64, fc 4096-1024-10) under PALSGD with momentum SGD,
-H = 32, p = 0.25. Per number of workers, in one run: a step of the exact engine (workers one after
-another), of the vectorized engine as it is and compiled, and the limit: the joint batch forward
-and backward through one model, plus the stacked weights, gradients and momenta moved once.
+Three parts, each with its ratios taken in one run. Times are per gradient step of all workers, over
+whole rounds, mixing and syncs included.
+
+cnn      the paper's small CNN (conv5x5 3-32, conv5x5 32-64, fc 4096-1024-10), PALSGD over momentum
+         SGD, H = 32, p = 0.25, for several K: the exact engine (workers one after another), the
+         vectorized one as it is, compiled, and with CUDA graphs; and the limit: the joint batch
+         forward and backward through one model, plus the stacked state moved once.
+gpt-neo  GPT-Neo-8M, bf16, PALSGD over AdamW: the exact engine with Hugging Face's model and with
+         ours, the vectorized one as it is and compiled.
+many     R runs of the small CNN with 8 workers in one program, against one run.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import machine, seconds, settle
 from torch import nn
 
 import palsgd
+from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
 from palsgd.simulator.program import fastest_convolutions
 from palsgd.simulator.record import Recorder
-from palsgd.simulator.vectorized import Vectorized
+from palsgd.simulator.vectorized import Run, Vectorized
 
 H, P = 32, 0.25
+
+
+@dataclass
+class Problem:
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    method: Callable[[nn.Module], palsgd.LocalOptimizer]
+    batch: Callable[[torch.Generator], Any]
+    device: str
+
+    def batches(self, worker):
+        generator = torch.Generator(self.device).manual_seed(worker)
+        return [self.batch(generator) for _ in range(4)]
 
 
 def small_cnn():
@@ -37,145 +61,245 @@ def small_cnn():
     )  # fmt: skip
 
 
-def loss(model, batch):
+def image_loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def method(model):
-    inner = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+def momentum_sgd(model, lr=1e-2):
+    inner = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     return palsgd.PALSGD(model, inner, sync_every=H, mix_prob=P, mix_rate=1.0)
 
 
-def batches(worker, size, device):
-    generator = torch.Generator().manual_seed(worker)
-    return [
-        (
-            torch.randn(size, 3, 32, 32, generator=generator).to(device),
-            torch.randint(10, (size,), generator=generator).to(device),
-        )
-        for _ in range(4)
-    ]
+def images(size, generator):
+    device = generator.device
+    return (
+        torch.randn(size, 3, 32, 32, generator=generator, device=device),
+        torch.randint(10, (size,), generator=generator, device=device),
+    )
 
 
-def vectorized_step(workers, size, device, compiled, rounds):
-    """Seconds per tick of the clock over whole rounds, sync and mixing included."""
+def hugging_face_model():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    config = GPTNeoConfig(
+        max_position_embeddings=300, hidden_size=128, num_layers=8, num_heads=8,
+        attention_types=[[["global", "local"], 4]],
+        resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    return GPTNeoForCausalLM(config)
+
+
+def hugging_face_loss(device, model, batch):
+    with torch.autocast(device, torch.bfloat16):
+        logits = model(batch[0]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def own_loss(device, model, batch):
+    with torch.autocast(device, torch.bfloat16):
+        return model(*batch)
+
+
+def adamw(model):
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return palsgd.PALSGD(model, inner, sync_every=8, mix_prob=0.1, mix_rate=16.0, max_norm=1.0)
+
+
+def tokens(size, length, generator):
+    shape = (2, size, length)
+    return torch.randint(50257, shape, generator=generator, device=generator.device).unbind()
+
+
+def vectorized_step(problem, workers, compiled=False, rounds=3, runs=1):
+    """Seconds per gradient step of all workers of all runs, and the peak of memory."""
     torch.manual_seed(0)
-    data = {k: batches(k, size, device) for k in range(workers)}
-    sources = [Batches(data.__getitem__, k) for k in range(workers)]
-    engine = Vectorized(small_cnn().to(device), workers, loss, sources, method, compiled)
-    recorder = Recorder(None, 1, progress=False)
-    recorder.begin(10**9)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    crew = []
+    for _ in range(runs):
+        recorder = Recorder(None, 1, progress=False)
+        recorder.begin(10**9)
+        model = problem.model().to(problem.device)
+        sources = [Batches(problem.batches, k) for k in range(workers)]
+        crew.append(Run(model, problem.loss, sources, problem.method, recorder))
+    engine = Vectorized(crew, compiled)
+    every = engine.method.sync_every
     with fastest_convolutions():
-        engine.train(2 * H, recorder)  # compiles, chooses algorithms
-        times, gradients = [], engine.ledgers[0].gradient_steps
+        engine.train(2 * every)  # compiles, chooses algorithms
+        if problem.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before, total = crew[0].ledgers[0].gradient_steps, 0.0
         for r in range(rounds):
-            settle(device)
+            settle(problem.device)
             start = time.perf_counter()
-            engine.train((3 + r) * H, recorder)
-            settle(device)
-            times.append(time.perf_counter() - start)
-    taken = engine.ledgers[0].gradient_steps - gradients
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return sum(times) / taken, peak
+            engine.train((3 + r) * every)
+            settle(problem.device)
+            total += time.perf_counter() - start
+    taken = crew[0].ledgers[0].gradient_steps - before
+    peak = torch.cuda.max_memory_allocated() if problem.device == "cuda" else 0
+    return total / taken, peak
 
 
-def exact_step(workers, size, device):
+def exact_step(problem, workers):
     """Seconds per gradient step of all workers, one after another, over one round."""
     torch.manual_seed(0)
-    data = {k: batches(k, size, device) for k in range(workers)}
+    data = {k: problem.batches(k) for k in range(workers)}
 
     def run(steps):
-        models = [small_cnn().to(device) for _ in range(workers)]
+        models = [problem.model().to(problem.device) for _ in range(workers)]
         for m in models[1:]:
             m.load_state_dict(models[0].state_dict())
-        settle(device)
+        settle(problem.device)
         start = time.perf_counter()
         result = run_exact(
-            models=models, steps=steps, loss=loss, method=method, seed=0,
+            models=models, steps=steps, loss=problem.loss, method=problem.method, seed=0,
             batches=[Batches(data.__getitem__, k) for k in range(workers)],
             recorder=Recorder(None, 1, progress=False),
         )  # fmt: skip
-        settle(device)
-        return time.perf_counter() - start, result.ledger.gradient_steps
+        settle(problem.device)
+        every = result.optimizers[0].method.sync_every
+        return time.perf_counter() - start, result.ledger.gradient_steps, every
 
-    (short, few), (long, many) = run(H), run(2 * H)
+    _, _, every = run(1)
+    (short, few, _), (long, many, _) = run(every), run(2 * every)
     return (long - short) / (many - few)
 
 
-def limit(workers, size, device, repeats):
+def limit(problem, workers, repeats=20):
     """The joint batch through one model, and the time to move the stacked state once."""
-    model = small_cnn().to(device)
+    model = problem.model().to(problem.device)
     joint = [
         torch.cat(parts)
-        for parts in zip(*(batches(k, size, device)[0] for k in range(workers)), strict=True)
+        for parts in zip(*(problem.batches(k)[0] for k in range(workers)), strict=True)
     ]
     params = list(model.parameters())
     elements = workers * sum(p.numel() for p in params)
     # SGD with momentum reads weights, momenta and gradients and writes weights and momenta
-    source, target = torch.zeros(2, elements, device=device)
+    source, target = torch.zeros(2, elements, device=problem.device)
     with fastest_convolutions():
-        one = seconds(lambda: torch.autograd.grad(loss(model, joint), params), device, repeats)
-    copy = seconds(lambda: target.copy_(source), device, repeats)
+        one = seconds(
+            lambda: torch.autograd.grad(problem.loss(model, joint), params), problem.device, repeats
+        )
+    copy = seconds(lambda: target.copy_(source), problem.device, repeats)
     return one, 2.5 * copy
 
 
-def measure(workers, size, device, rounds, compiled):
-    one, moved = limit(workers, size, device, 20)
-    eager, peak = vectorized_step(workers, size, device, False, rounds)
-    row = {
-        "workers": workers,
-        "batch": size,
-        "loop_ms": exact_step(workers, size, device) * 1e3,
-        "vectorized_ms": eager * 1e3,
-        "joint_batch_ms": one * 1e3,
-        "state_moved_once_ms": moved * 1e3,
-        "peak_gb": peak / 1e9,
+def header(*columns):
+    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+
+
+def line(*cells):
+    print(f"| {' | '.join(c if isinstance(c, str) else f'{c:.2f}' for c in cells)} |", flush=True)
+
+
+def measure_cnn(args):
+    problem = Problem(small_cnn, image_loss, momentum_sgd, partial(images, args.batch), args.device)
+    header("workers", "loop ms", "vectorized ms", "compiled ms", "CUDA graphs ms",
+           "joint + state ms", "x loop", "x limit", "GB as it is", "GB compiled")  # fmt: skip
+    modes = {"vectorized": False, "compiled": True, "graphs": "reduce-overhead"}
+    if args.device == "cpu" or args.no_compile:
+        modes = (
+            {"vectorized": False} if args.no_compile else {"vectorized": False, "compiled": True}
+        )
+    for workers in args.workers:
+        one, moved = limit(problem, workers)
+        row = {
+            "workers": workers,
+            "batch": args.batch,
+            "loop_ms": exact_step(problem, workers) * 1e3,
+        }
+        for name, mode in modes.items():
+            torch.compiler.reset()
+            step, peak = vectorized_step(problem, workers, mode, args.rounds)
+            row |= {f"{name}_ms": step * 1e3, f"{name}_gb": peak / 1e9}
+        best = min(row[f"{name}_ms"] for name in modes)
+        row |= {"joint_batch_ms": one * 1e3, "state_moved_once_ms": moved * 1e3,
+                "faster_than_loop": row["loop_ms"] / best,
+                "over_limit": best / (one + moved) / 1e3}  # fmt: skip
+        line(
+            str(workers), row["loop_ms"], row["vectorized_ms"], row.get("compiled_ms", "-"),
+            row.get("graphs_ms", "-"), f"{one * 1e3:.2f} + {moved * 1e3:.2f}",
+            row["faster_than_loop"], row["over_limit"], row["vectorized_gb"],
+            row.get("compiled_gb", "-"),
+        )  # fmt: skip
+        yield row
+
+
+def measure_gpt_neo(args):
+    workers, size, length = args.gpt_neo
+    header("GPT-Neo-8M", "ms", "M tokens/s", "x Hugging Face loop", "GB")
+    batch = partial(tokens, size, length)
+    theirs = Problem(
+        hugging_face_model, partial(hugging_face_loss, args.device), adamw, batch, args.device
+    )
+    ours = Problem(GPTNeo, partial(own_loss, args.device), adamw, batch, args.device)
+    cases = {
+        "loop, Hugging Face's model": lambda: (exact_step(theirs, workers), 0),
+        "loop, our model": lambda: (exact_step(ours, workers), 0),
+        "vectorized": lambda: vectorized_step(ours, workers, False, args.rounds),
+        "vectorized, compiled": lambda: vectorized_step(ours, workers, True, args.rounds),
     }
-    best = eager
-    if compiled:
-        fast, _ = vectorized_step(workers, size, device, True, rounds)
-        row["compiled_ms"] = fast * 1e3
-        best = min(best, fast)
-    row["faster_than_loop"] = row["loop_ms"] / (best * 1e3)
-    row["over_limit"] = best / (one + moved)
-    return row
+    reference = None
+    for name, measure in cases.items():
+        if "compiled" in name and args.no_compile:
+            continue
+        torch.compiler.reset()
+        step, peak = measure()
+        reference = reference or step
+        row = {"case": name, "workers": workers, "batch": size, "tokens": length, "ms": step * 1e3,
+               "tokens_per_s": workers * size * length / step, "faster_than_loop": reference / step,
+               "gb": peak / 1e9}  # fmt: skip
+        line(name, row["ms"], row["tokens_per_s"] / 1e6, row["faster_than_loop"], row["gb"])
+        yield row
 
 
-def main():
+def measure_many(args):
+    problem = Problem(small_cnn, image_loss, momentum_sgd, partial(images, args.batch), args.device)
+    header("runs of 8 workers", "ms a step", "x one run", "GB")
+    one = None
+    for runs in args.runs:
+        step, peak = vectorized_step(problem, 8, False, args.rounds, runs)
+        one = one or step
+        row = {"runs": runs, "workers": 8, "ms": step * 1e3, "over_one_run": step / one,
+               "gb": peak / 1e9}  # fmt: skip
+        line(str(runs), row["ms"], row["over_one_run"], row["gb"])
+        yield row
+
+
+PARTS = {"cnn": measure_cnn, "gpt-neo": measure_gpt_neo, "many": measure_many}
+
+
+def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64])
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--runs", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--batch", type=int, default=32, help="images per worker")
+    parser.add_argument(
+        "--gpt-neo", type=int, nargs=3, default=[8, 64, 256], metavar=("K", "ROWS", "TOKENS")
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; use --device cpu")
+    return args
+
+
+def main():
+    args = arguments()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    print(f"{machine(args.device)['device']}, torch {torch.__version__}, batch {args.batch}, TF32")
-    columns = "workers, loop ms, vectorized ms, compiled ms, joint + state ms, x loop, x limit, GB"
-    print(f"| {columns.replace(', ', ' | ')} |\n{'|---' * 8}|")
-    rows = []
-    for workers in args.workers:
-        row = measure(workers, args.batch, args.device, args.rounds, not args.no_compile)
-        rows.append(row)
-        print(
-            f"| {workers} | {row['loop_ms']:.1f} | {row['vectorized_ms']:.2f} | "
-            f"{row.get('compiled_ms', float('nan')):.2f} | "
-            f"{row['joint_batch_ms']:.2f} + {row['state_moved_once_ms']:.2f} | "
-            f"{row['faster_than_loop']:.1f} | {row['over_limit']:.2f} | {row['peak_gb']:.2f} |",
-            flush=True,
-        )
-        if args.out:
-            args.out.write_text(
-                json.dumps({"machine": machine(args.device), "rows": rows}, indent=2) + "\n"
-            )
+    print(f"{machine(args.device)['device']}, torch {torch.__version__}, TF32")
+    found = {"machine": machine(args.device)}
+    for part in args.part:
+        rows = found[part] = []
+        for row in PARTS[part](args):
+            rows.append(row)
+            if args.out:
+                args.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

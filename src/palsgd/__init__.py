@@ -8,7 +8,7 @@ from palsgd.loop import until
 from palsgd.method import Method
 from palsgd.optimizer import DDP, PALSGD, DiLoCo, LocalOptimizer, LocalSGD
 from palsgd.outer import nesterov
-from palsgd.simulator import simulate
+from palsgd.simulator import simulate, simulate_many
 from palsgd.transport import Alone, Transport
 
 __version__ = "0.1.0"
@@ -30,5 +30,6 @@ __all__ = [
     "nesterov",
     "round_plan",
     "simulate",
+    "simulate_many",
     "until",
 ]

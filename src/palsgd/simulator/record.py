@@ -17,7 +17,7 @@ class Recorder:
     def __init__(self, evaluate: Evaluate | None, evaluate_every: int, progress: bool | None):
         self.history: list[dict[str, Any]] = []
         self._evaluate, self._every = evaluate, evaluate_every
-        self._bar = sys.stderr.isatty() if progress is None else progress
+        self.bar = sys.stderr.isatty() if progress is None else progress
         self._steps, self._began, self._shown = 0, 0.0, 0.0
 
     def begin(self, steps: int) -> None:
@@ -61,16 +61,12 @@ class Recorder:
         return value
 
     def end(self) -> None:
-        if self._bar and self._shown:
+        if self.bar and self._shown:
             print(file=sys.stderr)
 
     def _draw(self, clock: int) -> None:
         now = time.monotonic()
-        if (
-            not self._bar
-            or now - self._began < 1
-            or (now - self._shown < 0.2 < self._steps - clock)
-        ):
+        if not self.bar or now - self._began < 1 or (now - self._shown < 0.2 < self._steps - clock):
             return
         self._shown = now
         rate = clock / (now - self._began)

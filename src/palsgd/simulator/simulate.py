@@ -1,24 +1,28 @@
-"""K workers on one device, by the same rules as K real ones."""
+"""K workers on one device, by the same rules as K real ones; and many such runs at once."""
 
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from palsgd.draws import whole
+from palsgd.draws import one_of, whole
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
 from palsgd.simulator.program import CannotVectorizeError
 from palsgd.simulator.record import Evaluate, Recorder
 from palsgd.simulator.result import Result
-from palsgd.simulator.vectorized import Vectorized, run_vectorized
+from palsgd.simulator.vectorized import Run, Vectorized, run_vectorized
 
 log = logging.getLogger("palsgd")
+
+Data = Callable[[int], Iterable[Any]]
+OptimizerOf = Callable[[nn.Module], LocalOptimizer]
 
 
 def simulate(
@@ -27,15 +31,15 @@ def simulate(
     steps: int,
     model: Callable[[], nn.Module],
     loss: Callable[[nn.Module, Any], Tensor],
-    data: Callable[[int], Iterable[Any]],
-    method: Callable[[nn.Module], LocalOptimizer],
+    data: Data,
+    method: OptimizerOf,
     vectorize: bool | str = "auto",
     device: torch.device | str | None = None,
     seed: int = 0,
     evaluate: Evaluate | None = None,
     evaluate_every: int = 1,
     progress: bool | None = None,
-    compile: bool | None = None,
+    compile: bool | str | None = None,
 ) -> Result:
     """Train with `workers` simulated workers until the clock shows `steps`.
 
@@ -45,43 +49,175 @@ def simulate(
     `torch.manual_seed(seed + k)`. `evaluate(model)` is called with the global model at every
     `evaluate_every`-th exchange and at the end. A progress bar shows on a terminal. With
     `compile` the stacked program goes through torch.compile, which takes half a minute and then
-    saves a tenth to a half of each step on a GPU; None does so for long runs on one.
+    saves a tenth to a half of each step on a GPU; None does so for long runs on one, a string is
+    torch.compile's mode ("reduce-overhead" for CUDA graphs).
     """
-    workers, steps = whole("workers", workers, least=1), whole("steps", steps, least=1)
-    seed = whole("seed", seed)
-    whole("evaluate_every", evaluate_every, least=1)
-    recorder = Recorder(evaluate, evaluate_every, progress)
+    return simulate_many(
+        [{}],
+        workers=workers,
+        steps=steps,
+        model=model,
+        loss=loss,
+        data=data,
+        method=method,
+        vectorize=vectorize,
+        device=device,
+        seed=seed,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        progress=progress,
+        compile=compile,
+    )[0]
+
+
+def simulate_many(
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    workers: int,
+    steps: int,
+    model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Data | None = None,
+    method: OptimizerOf | None = None,
+    vectorize: bool | str = "auto",
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    evaluate: Evaluate | None = None,
+    evaluate_every: int = 1,
+    progress: bool | None = None,
+    compile: bool | str | None = None,
+    at_once: int | None = None,
+) -> list[Result]:
+    """Simulate several runs that differ in `method`, `seed` or `data`; one result for each.
+
+        palsgd.simulate_many(
+            [{"method": m, "seed": s} for m in methods for s in (1, 2, 3)],
+            workers=8, steps=1000, model=build, loss=loss, data=shard,
+        )
+
+    Runs with equal shapes (the same H, warm-up and kind of inner optimizer; learning rates, p,
+    eta, outer optimizers, seeds and data are free) share one stacked program, `at_once` of them
+    at a time, by default as many as fit into memory. Others run one after another. What a run
+    does not say is taken from the other arguments, which are those of `simulate`.
+    """
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
+    simulation = Simulation(
+        workers=whole("workers", workers, least=1),
+        steps=whole("steps", steps, least=1),
+        model=model,
+        loss=loss,
+        vectorize=vectorize,
+        device=device,
+        evaluate=evaluate,
+        evaluate_every=whole("evaluate_every", evaluate_every, least=1),
+        progress=progress,
+        compile=compile,
+    )
+    common = {"method": method, "seed": seed, "data": data}
+    waiting = [_complete(run, number, common) for number, run in enumerate(runs)]
+    results: list[Result] = []
     with torch.random.fork_rng():
+        while waiting:
+            first = simulation.start(waiting[0])
+            size = at_once or runs_that_fit(first.model, simulation.workers)
+            starts = [first, *(simulation.start(plan) for plan in waiting[1:size])]
+            results += simulation.run(starts)
+            waiting = waiting[len(starts) :]
+    return results
+
+
+def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> dict[str, Any]:
+    for name in run:
+        one_of(f"a key of run {number}", name, tuple(common))
+    plan = common | dict(run)
+    for name in ("method", "data"):
+        if plan[name] is None:
+            raise ValueError(f"run {number} has no {name}; give it one, or pass {name}= for all")
+    return plan
+
+
+@dataclass
+class Start:
+    """A run that has not begun: its model as built, its data, its records."""
+
+    model: nn.Module
+    batches: list[Batches]
+    method: OptimizerOf
+    seed: int
+    recorder: Recorder
+
+
+@dataclass(kw_only=True)
+class Simulation:
+    """What all runs have in common."""
+
+    workers: int
+    steps: int
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+    vectorize: bool | str
+    device: torch.device | str | None
+    evaluate: Evaluate | None
+    evaluate_every: int
+    progress: bool | None
+    compile: bool | str | None
+
+    def start(self, plan: dict[str, Any]) -> Start:
+        seed = whole("seed", plan["seed"])
         torch.manual_seed(seed)
-        first = model() if device is None else model().to(device)
-        check_memory(first, workers)
-        batches = [Batches(data, k) for k in range(workers)]
-        if vectorize:
-            try:
-                on_gpu = next(first.parameters()).is_cuda
-                compiled = on_gpu and steps >= 2000 if compile is None else compile
-                if vectorize == "auto":
-                    check_worthwhile(first)
-                engine = Vectorized(copy.deepcopy(first), workers, loss, batches, method, compiled)
-                engine.try_gradient()
-                torch.manual_seed(seed)
-                return run_vectorized(engine, steps, recorder)
-            except CannotVectorizeError as reason:
-                if vectorize is True:
-                    raise ValueError(
-                        f"this simulation cannot be vectorized: {reason}; use vectorize='auto'"
-                    ) from reason
-                log.warning("palsgd.simulate: workers one after another, because %s", reason)
-        return run_exact(
-            models=[first] + [copy.deepcopy(first) for _ in range(workers - 1)],
-            steps=steps,
-            loss=loss,
-            batches=batches,
-            method=method,
+        model = self.model() if self.device is None else self.model().to(self.device)
+        check_memory(model, self.workers)
+        return Start(
+            model=model,
+            batches=[Batches(plan["data"], k) for k in range(self.workers)],
+            method=plan["method"],
             seed=seed,
-            recorder=recorder,
+            recorder=Recorder(self.evaluate, self.evaluate_every, self.progress),
+        )
+
+    def run(self, starts: list[Start]) -> list[Result]:
+        if not self.vectorize:
+            return [self._exact(start) for start in starts]
+        try:
+            return self._vectorized(starts)
+        except CannotVectorizeError as reason:
+            if len(starts) > 1:
+                log.warning("palsgd.simulate_many: one run after another, because %s", reason)
+                return [result for start in starts for result in self.run([start])]
+            if self.vectorize is True:
+                raise ValueError(
+                    f"this simulation cannot be vectorized: {reason}; use vectorize='auto'"
+                ) from reason
+            log.warning("palsgd.simulate: workers one after another, because %s", reason)
+            return [self._exact(starts[0])]
+
+    def _vectorized(self, starts: list[Start]) -> list[Result]:
+        if self.vectorize == "auto":
+            check_worthwhile(starts[0].model)
+        runs = [  # with a copy of the model, so that another engine can still have it
+            Run(copy.deepcopy(start.model), self.loss, start.batches, start.method, start.recorder)
+            for start in starts
+        ]
+        for run in runs[1:]:  # they share a clock, and so the first one's bar
+            run.recorder.bar = False
+        on_gpu = next(starts[0].model.parameters()).is_cuda
+        engine = Vectorized(
+            runs, on_gpu and self.steps >= 2000 if self.compile is None else self.compile
+        )
+        engine.try_gradient()
+        torch.manual_seed(starts[0].seed)
+        return run_vectorized(engine, self.steps)
+
+    def _exact(self, start: Start) -> Result:
+        return run_exact(
+            models=[start.model] + [copy.deepcopy(start.model) for _ in range(self.workers - 1)],
+            steps=self.steps,
+            loss=self.loss,
+            batches=start.batches,
+            method=start.method,
+            seed=start.seed,
+            recorder=start.recorder,
         )
 
 
@@ -93,16 +229,29 @@ def check_worthwhile(model: nn.Module) -> None:
 
 
 def check_memory(model: nn.Module, workers: int) -> None:
-    """Refuse what cannot fit: per worker the weights, gradients and two tensors of inner state."""
-    device = next(model.parameters()).device
-    need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Refuse what cannot fit."""
+    need, free = memory(model, workers)
     if need > free:
         raise ValueError(
             f"{workers} workers need about {need / 2**30:.1f} GiB for weights, gradients and inner "
-            f"state, activations not counted, and {free / 2**30:.1f} GiB are free on {device}; use "
-            f"at most {max(1, workers * free // need)} workers, or a smaller model"
+            f"state, activations not counted, and {free / 2**30:.1f} GiB are free on "
+            f"{next(model.parameters()).device}; use at most {max(1, workers * free // need)} "
+            "workers, or a smaller model"
         )
+
+
+def runs_that_fit(model: nn.Module, workers: int) -> int:
+    """Runs whose weights and state take a quarter of the memory, which leaves the rest to
+    activations."""
+    need, free = memory(model, workers)
+    return max(1, free // max(1, 4 * need))
+
+
+def memory(model: nn.Module, workers: int) -> tuple[int, int]:
+    """Bytes that a run needs, per worker for weights, gradients and two tensors of inner state;
+    and bytes that are free."""
+    device = next(model.parameters()).device
+    need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    if device.type == "cuda":
+        return need, torch.cuda.mem_get_info(device)[0]
+    return need, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

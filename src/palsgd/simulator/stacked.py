@@ -53,19 +53,22 @@ class StackedSGD:
 class StackedAdam:
     def __init__(self, group_of: list[int], groups: list[dict[str, Any]], decoupled: bool):
         self._group_of, self._groups, self._decoupled = group_of, groups, decoupled
+        self._betas = torch.tensor([groups[g]["betas"] for g in group_of], dtype=torch.float64)
 
     def new_state(self, param: Tensor, group: int) -> list[Tensor]:
+        self._betas = self._betas.to(param.device)
         steps = torch.zeros(len(param), dtype=torch.float64, device=param.device)
         return [torch.zeros_like(param), torch.zeros_like(param), steps]
 
     def step(
         self, params: list[Tensor], grads: list[Tensor], rates: list[Tensor], state: State
     ) -> None:
-        for i, (x, g, (first, second, steps)) in enumerate(zip(params, grads, state, strict=True)):
+        torch._foreach_add_([kept[2] for kept in state], 1)
+        scales, sizes = self._corrections(torch.stack([kept[2] for kept in state]), rates)
+        for i, (x, g, (first, second, _)) in enumerate(zip(params, grads, state, strict=True)):
             settings, lr = self._groups[self._group_of[i]], rates[self._group_of[i]]
             beta1, beta2 = settings["betas"]
             decay = settings["weight_decay"]
-            steps.add_(1)
             if decay and self._decoupled:
                 x.mul_(column(1 - lr * decay, x))
             elif decay:
@@ -73,9 +76,15 @@ class StackedAdam:
             first.lerp_(g, 1 - beta1)
             second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             # x -= lr / (1 - beta1^t) * first / (sqrt(second) / sqrt(1 - beta2^t) + eps)
-            scale = column((1 - beta2**steps).rsqrt(), x)
-            size = column(lr / (1 - beta1**steps), x)
-            x.sub_(size * first / (second.sqrt() * scale + settings["eps"]))
+            away = second.sqrt().mul_(column(scales[i], x)).add_(settings["eps"])
+            x.sub_(column(sizes[i], x) * first / away)
+
+    def _corrections(self, steps: Tensor, rates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """1 / sqrt(1 - beta2^t) and lr / (1 - beta1^t), a row per parameter, a column per worker:
+        in one go, because hundreds of tiny kernels would take longer than the step itself."""
+        lr = torch.stack([rates[group] for group in self._group_of])
+        betas = self._betas
+        return (1 - betas[:, 1:] ** steps).rsqrt(), lr / (1 - betas[:, :1] ** steps)
 
 
 def stacked_optimizer(

@@ -1,0 +1,248 @@
+"""The tensors of many workers, stacked along a first axis, and the programs that run on them.
+
+A lane is one worker of one run. As long as all workers of a run are equal (warm-up, DDP) a run has
+a single row of weights and inner state, which its workers share; from `split` on, each lane has
+its own. Gradients are those of the summed losses: lanes do not meet in a loss, so each row gets
+just its own gradient, and a shared row the sum over its workers.
+"""
+
+import copy
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from palsgd.simulator.batches import moved
+from palsgd.simulator.program import (
+    CannotVectorizeError,
+    UnequalBatchesError,
+    as_it_is,
+    clip_each_,
+    first_line,
+    stacked_batch,
+)
+from palsgd.simulator.stacked import StackedAdam, StackedSGD, Step
+
+log = logging.getLogger("palsgd")
+
+Gradients = tuple[list[Tensor], Tensor]  # one per parameter, and the losses of the lanes
+
+
+class Lanes:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: list[str],
+        rows: list[list[Tensor]],
+        buffers: dict[str, list[Tensor]],
+        workers: int,
+        inner: StackedSGD | StackedAdam,
+        group_of: list[int],
+        compiled: bool | str,
+    ):
+        """`names` are the trained parameters in `module`, `rows` their values in each run;
+        `buffers` likewise by name. Whatever else the module holds is the same for all."""
+        self.runs, self.workers, self.count = len(rows), workers, len(rows) * workers
+        self._module, self._names, self._inner = module, names, inner
+        self.params = [torch.stack([x.detach() for x in each]) for each in zip(*rows, strict=True)]
+        self.state = [
+            inner.new_state(x, group) for x, group in zip(self.params, group_of, strict=True)
+        ]
+        self.buffers = {
+            name: torch.stack(values).repeat_interleave(workers, dim=0)
+            for name, values in buffers.items()
+        }
+        varied = {*names, *buffers}
+        everything = [*module.named_parameters(), *module.named_buffers()]
+        self._constant = {name: x.detach() for name, x in everything if name not in varied}
+        self._columns: dict[tuple[float, ...], Tensor] = {}
+        self.compile(compiled)
+
+    @property
+    def shared(self) -> bool:
+        return len(self.params[0]) != self.count
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    def split(self) -> None:
+        """From here on each lane has weights and inner state of its own."""
+        if self.shared:
+            self.params = [x.repeat_interleave(self.workers, dim=0) for x in self.params]
+            self.state = [
+                [s.repeat_interleave(self.workers, dim=0) for s in kept] for kept in self.state
+            ]
+
+    def compile(self, compiled: bool | str) -> None:
+        """Only programs that always run on all lanes are compiled: a set of lanes of another
+        size would be another program. A string is torch.compile's mode."""
+        self.compiled = bool(compiled)
+        mode = compiled if isinstance(compiled, str) else None
+        build = partial(torch.compile, mode=mode) if compiled else as_it_is
+        # no CUDA graph holds a program that changes its inputs, as the inner step does
+        self._step: Step = torch.compile(self._inner.step) if compiled else self._inner.step
+        own = vmap(self._loss_of, randomness="different")
+        one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
+        self._some = own
+        self._own = build(own)
+        self._sharing = build(vmap(one_run, randomness="different"))
+
+    def _loss_of(self, trained: list[Tensor], held: dict[str, Tensor], batch: Any) -> Tensor:
+        weights = dict(zip(self._names, trained, strict=True))
+        loss = functional_call(self._module, (weights, held, self._constant), (batch,))
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}")
+        return loss.reshape(())
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def gradients(self, who: list[int], batches: list[Any]) -> Gradients:
+        """One row per lane in `who`; of shared rows (then `who` is everyone) the mean over the
+        workers of each run. The losses are those of the lanes."""
+        try:
+            batch = moved(stacked_batch(batches), self.device)
+        except UnequalBatchesError:  # the last ones of an epoch, say: one worker after another
+            return self._one_by_one(who, batches)
+        if self.shared:
+            grads, losses = self._differentiate(
+                self._sharing, self.params, self._by_run(self.buffers), self._by_run(batch)
+            )
+            torch._foreach_div_(grads, self.workers)
+            return grads, losses
+        if len(who) == self.count:
+            return self._differentiate(self._own, self.params, self.buffers, batch)
+        held = {name: b[who] for name, b in self.buffers.items()}
+        found = self._differentiate(self._some, [x[who] for x in self.params], held, batch)
+        for name, part in held.items():
+            self.buffers[name][who] = part
+        return found
+
+    def one_gradient(self, lane: int, batch: Any) -> Gradients:
+        row = lane // self.workers if self.shared else lane
+        params = [x[row : row + 1] for x in self.params]
+        held = {name: b[lane : lane + 1] for name, b in self.buffers.items()}
+        return self._differentiate(
+            self._some, params, held, moved(stacked_batch([batch]), self.device)
+        )
+
+    def _one_by_one(self, who: list[int], batches: list[Any]) -> Gradients:
+        found = [self.one_gradient(lane, batch) for lane, batch in zip(who, batches, strict=True)]
+        grads = [torch.cat(parts) for parts in zip(*(g for g, _ in found), strict=True)]
+        if self.shared:
+            grads = [g.unflatten(0, (self.runs, self.workers)).mean(dim=1) for g in grads]
+        return grads, torch.cat([loss for _, loss in found])
+
+    def _differentiate(
+        self, program: Callable, params: list[Tensor], buffers: Any, batch: Any
+    ) -> Gradients:
+        with torch.enable_grad(), _batched_attention(self.device):
+            torch.compiler.cudagraph_mark_step_begin()
+            leaves = [x.detach().requires_grad_() for x in params]
+            losses = program(leaves, buffers, batch)
+            grads = torch.autograd.grad(losses.sum(), leaves)
+        return list(grads), losses.detach().flatten().clone()  # a CUDA graph reuses its memory
+
+    def _by_run(self, tree: Any) -> Any:
+        return pytree.tree_map_only(
+            Tensor, lambda x: x.unflatten(0, (self.runs, self.workers)), tree
+        )
+
+    # -- trying ----------------------------------------------------------------------------------
+
+    def try_gradient(self, batches: list[Any]) -> None:
+        """Raise CannotVectorizeError if this model cannot be stacked; nothing changes."""
+        saved = {name: b.clone() for name, b in self.buffers.items()}
+        everyone = list(range(self.count))
+        try:
+            try:
+                self.gradients(everyone, batches)
+            except (RuntimeError, TypeError) as error:
+                if not self.compiled:
+                    raise
+                log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
+                self.compile(False)
+                self.gradients(everyone, batches)
+            self._compare_with_backward(batches[0])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
+        finally:
+            for name, old in saved.items():
+                self.buffers[name].copy_(old)
+
+    def _compare_with_backward(self, batch: Any) -> None:
+        """Refuse a model whose stacked program is not what backward() computes: an unused
+        parameter (no gradient is not a zero one), or one that the module reaches by another way."""
+        first, second = self._plain_gradients(batch), self._plain_gradients(batch)
+        grads, _ = self.one_gradient(0, batch)
+        largest = max(float(a.norm()) for a in first)
+        for name, a, b, g in zip(self._names, first, second, grads, strict=True):
+            # What repeats bit for bit has no dropout; a norm far below the largest is rounding.
+            difference = float((a - g[0]).norm())
+            if torch.equal(a, b) and difference > 0.05 * float(a.norm()) + 1e-4 * largest:
+                raise ValueError(f"the stacked gradient of {name} is not that of backward()")
+
+    def _plain_gradients(self, batch: Any) -> list[Tensor]:
+        module = copy.deepcopy(self._module)
+        with torch.enable_grad():
+            module(moved(batch, self.device)).backward()
+        found = {name: p.grad for name, p in module.named_parameters()}
+        missing = [name for name in self._names if found[name] is None]
+        if missing:
+            raise ValueError(f"{missing[0]} gets no gradient")
+        return [found[name] for name in self._names]  # type: ignore[misc]
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def update(
+        self,
+        who: list[int],
+        grads: list[Tensor],
+        rates: list[list[float]],
+        max_norm: float | None,
+    ) -> None:
+        """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
+        if max_norm is not None:
+            clip_each_(grads, max_norm)
+        columns = [self._column(group) for group in rates]
+        if len(who) == len(self.params[0]):
+            self._step(self.params, grads, columns, self.state)
+            return
+        params = [x[who] for x in self.params]
+        state = [[s[who] for s in kept] for kept in self.state]
+        self._inner.step(params, grads, columns, state)
+        for x, part in zip(self.params, params, strict=True):
+            x[who] = part
+        for kept, parts in zip(self.state, state, strict=True):
+            for s, part in zip(kept, parts, strict=True):
+                s[who] = part
+
+    def _column(self, rates: list[float]) -> Tensor:
+        """Learning rates on the device; most rounds use the same few again and again."""
+        key = tuple(rates)
+        if key not in self._columns:
+            if len(self._columns) > 256:
+                self._columns.clear()
+            self._columns[key] = torch.tensor(rates, dtype=torch.float64, device=self.device)
+        return self._columns[key]
+
+    def forget_nonfinite(self, lane: int) -> None:
+        """A parameter's state starts anew where it holds inf or nan."""
+        for kept in self.state:
+            if not all(bool(s[lane].isfinite().all()) for s in kept):
+                for s in kept:
+                    s[lane] = 0
+
+
+def _batched_attention(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels that vmap knows: of a CPU's only the one made of products, of a GPU's also the
+    fused ones. Not cuDNN's, which torch 2.11 cannot compile."""
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    return sdpa_kernel([*(fused if device.type == "cuda" else []), SDPBackend.MATH])
