@@ -108,7 +108,7 @@ class InMemory(Photographs):
 
     def validation(self, part: slice) -> tuple[Tensor, Tensor]:
         view = middle(self._resolution)
-        return normalized(view(self._val_images[part])), self._val_labels[part]
+        return normalized(view(self._val_images[part].float())), self._val_labels[part]
 
     def _loaded(self, folder: Any) -> tuple[Tensor, Tensor]:
         images = list(self._pool.map(lambda i: decoded(folder, i), range(len(folder))))
