@@ -19,6 +19,7 @@ from palsgd.lab.report.curves import average
 from palsgd.lab.report.formats import GAP, NONE
 from palsgd.lab.report.grouping import group
 from palsgd.lab.report.tables import final_table, settings_table, target_table
+from palsgd.lab.report.timelines import bars, shares
 from palsgd.lab.settings import Settings
 
 
@@ -288,7 +289,18 @@ def test_a_setting_that_moves_with_the_field_does_not_tear_its_line_apart(tmp_pa
     assert by_field["workers"].values == [4, 8]
 
 
-def test_seeds_are_an_ablation_with_their_spread(tmp_path):
+def test_an_ablation_shows_mean_lowest_and_highest_over_seeds(tmp_path):
+    for seed, metric in ((1, 0.90), (2, 0.94)):
+        for p in (0.05, 0.1):
+            last = [runs.line(300, metric=metric + p)]
+            write(tmp_path / f"mix_prob={p},seed={seed}", last, seed=seed, mix_prob=p)
+    by_field = {each.field: each for each in ablations(group(find_runs([tmp_path])))}
+    curve = by_field["mix_prob"].curve(by_field["mix_prob"].bundles[0], "metric")
+    np.testing.assert_allclose(curve.mean, [0.97, 1.02])
+    np.testing.assert_allclose([curve.low, curve.high], [[0.95, 1.00], [0.99, 1.04]])
+
+
+def test_seeds_are_an_ablation_of_their_own(tmp_path):
     for seed, metric in ((2022, 0.90), (2023, 0.94)):
         write(tmp_path / str(seed), [runs.line(300, metric=metric)], seed=seed)
     (ablation,) = ablations(group(find_runs([tmp_path])))
@@ -324,6 +336,24 @@ def test_figures_are_also_files_of_their_own(three):
     assert "palsgd" in (figures / "loss-step.svg").read_text(), "a file brings its legend"
 
 
+def test_floor_and_target_are_drawn_where_they_are_known(tmp_path, three):
+    write(tmp_path / "ddp", ddp_lines(), method="ddp", config={"floor": 0.0625})
+    write_report([tmp_path], tmp_path / "report.html")
+    assert "floor 0.0625" in (tmp_path / "figures" / "loss-step.svg").read_text()
+    assert "target 0.9" in (tmp_path / "figures" / "metric-step.svg").read_text()
+    assert "floor" not in (three.parent / "figures" / "loss-step.svg").read_text()
+
+
+def test_neighbours_of_one_kind_are_one_bar_and_shares_count_all():
+    kinds = ("gradient", "gradient", "mixing", "wait")
+    spans = [
+        {"worker": 1, "kind": kind, "start_s": 5.0 + at, "end_s": 6.0 + at}
+        for at, kind in enumerate(kinds)
+    ]
+    assert bars(spans) == {1: [("gradient", 0, 2), ("mixing", 2, 3), ("wait", 3, 4)]}
+    assert shares(spans).replace(GAP, " ") == "gradient 50.0 %, mixing 25.0 %, wait 25.0 %"
+
+
 def test_the_same_files_give_the_same_page(three, tmp_path):
     again = write_report([three.parent / "runs"], tmp_path / "again.html", figures=False)
     assert again.read_text() == three.read_text()
@@ -342,6 +372,10 @@ def test_whatever_files_say_is_shown_and_never_run(tmp_path):
     assert "<img" not in page
     assert page.count("</script>") == 2, "the data's and the program's own"
     assert "&lt;img src=x onerror=alert(1)&gt; $x_1$" in page
+    figure = ElementTree.parse(tmp_path / "figures" / "loss-step.svg")
+    assert any("$x_1$" in text for text in figure.getroot().itertext()), (
+        "no formula is read into it"
+    )
 
 
 def test_names_with_equals_and_commas_are_found_and_sorted_by_value(tmp_path):
