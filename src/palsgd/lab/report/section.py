@@ -23,7 +23,7 @@ from palsgd.lab.report.figures import (
     draw_curves,
     draw_timeline,
 )
-from palsgd.lab.report.grouping import Group, group, named, shown
+from palsgd.lab.report.grouping import Group, group, named, shown, sortable
 from palsgd.lab.report.looks import Look, looks
 from palsgd.lab.report.reading import Run, read_timeline
 from palsgd.lab.report.tables import (
@@ -128,8 +128,8 @@ class Section:
         return notes
 
     def _values(self, key: str) -> str:
-        values = dict.fromkeys(_text(run.config.get(key)) for run in self.runs)
-        return ", ".join(values)
+        values = sorted((run.config.get(key) for run in self.runs), key=sortable)
+        return ", ".join(dict.fromkeys(map(_text, values)))
 
     def _run_as(self) -> str:
         engines = {
