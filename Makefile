@@ -13,7 +13,7 @@ setup: .venv/installed
 	@touch $@
 
 demo: setup
-	$(BIN)/python examples/demo.py
+	$(BIN)/palsgd demo
 
 test: lint
 	$(BIN)/python -m pytest

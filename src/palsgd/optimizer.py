@@ -182,6 +182,11 @@ class LocalOptimizer(Optimizer):
         self._core.end = steps
         self._drive(self._core.skip_idle_rounds())
 
+    def after_exchange(self, callback: Callable[[], None] | None) -> None:
+        """Have `callback()` called after every exchange with the other workers: each sync, each
+        step of the warm-up."""
+        self._core.after_exchange = callback
+
     @torch.no_grad()
     def _drive(self, exchange: Exchange) -> None:
         """Feed the core from the transport. A failure is raised inside the core, which puts back

@@ -1,8 +1,10 @@
-"""Everything that defines a run, in one flat record. A recipe is a Settings with values filled in."""
+"""Everything that defines a run, in one flat record. A recipe is one with its values filled in."""
 
 import difflib
+import types
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
@@ -25,17 +27,107 @@ class Settings:
     draws: str = "balanced"
     buffers: str = "average"
 
-    inner: str = "sgd"  # sgd, adamw, adam
+    inner: str = "sgd"
     lr: float = 0.01
     momentum: float = 0.9  # of inner SGD
     weight_decay: float = 0.0
     max_norm: float | None = None  # clipping
-    schedule: str = "constant"  # constant, cosine (to zero at the last step)
+    schedule: str = "constant"  # cosine: to zero at the last step
     lr_warmup_steps: int = 0  # linear, before the schedule
-    outer: str = "nesterov"  # nesterov, sgd, adam
+    outer: str = "nesterov"
     outer_lr: float = 0.2
     outer_momentum: float = 0.9
 
-    precision: str = "fp32"  # fp32, tf32, bf16 (autocast)
+    precision: str = "fp32"
     seed: int = 2023
     evaluate_every: int | None = None  # steps; None: twenty times in a run
+    checkpoint_every: int | None = None  # rounds; None: whenever the model is evaluated
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
+                )
+        for name in ("workers", "steps", "batch_size", "micro_batches", "sync_every",
+                     "evaluate_every", "checkpoint_every"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if self.batch_size % self.micro_batches:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of "
+                f"micro_batches={self.micro_batches}; choose one that is"
+            )
+
+    def changed(self, changes: Mapping[str, Any]) -> "Settings":
+        """With these values, given as text or as they are; steps and epochs exclude each other."""
+        values = {name: parsed(name, value) for name, value in changes.items()}
+        if values.get("steps") is not None:
+            values.setdefault("epochs", None)
+        if values.get("epochs") is not None:
+            values.setdefault("steps", None)
+        return replace(self, **values)
+
+    def total_steps(self, examples: int) -> int:
+        """The clock at the end; an epoch is one pass over `examples` by all workers together."""
+        if self.steps is not None:
+            return self.steps
+        if self.epochs is None:
+            raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
+        return max(1, round(self.epochs * (examples // (self.workers * self.batch_size))))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+CHOICES = {
+    "method": METHODS,
+    "draws": ("balanced", "independent", "shared"),
+    "buffers": ("average", "local"),
+    "inner": ("sgd", "adam", "adamw"),
+    "schedule": ("constant", "cosine"),
+    "outer": ("nesterov", "sgd", "adam"),
+    "precision": ("fp32", "tf32", "bf16"),
+}
+FIELDS = {field.name: field for field in fields(Settings)}
+
+
+def parsed(name: str, value: Any) -> Any:
+    """The value of a field from text such as `64`, `0.1` or `none`."""
+    check_field(name)
+    kinds = _kinds(name)
+    if not isinstance(value, str):
+        return value
+    if type(None) in kinds and value.lower() == "none":
+        return None
+    kind = next(k for k in kinds if k is not type(None))
+    try:
+        return kind(value)
+    except ValueError:
+        raise ValueError(
+            f"{name}={value} is no {'whole number' if kind is int else 'number'}"
+        ) from None
+
+
+def check_field(name: str) -> None:
+    if name not in FIELDS:
+        (nearest,) = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.0)
+        raise ValueError(f"there is no setting {name!r}; did you mean {nearest!r}?")
+
+
+def assignments(texts: list[str]) -> dict[str, str]:
+    """`["lr=0.1", "seed=1"]` as a dict."""
+    found = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        if not sign or not value:
+            raise ValueError(f"{text!r} is not of the form field=value, for instance lr=0.01")
+        check_field(name)
+        found[name] = value
+    return found
+
+
+def _kinds(name: str) -> tuple[type, ...]:
+    hint = typing.get_type_hints(Settings)[name]
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from palsgd.errors import NonFiniteError, SyncError
+from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, check_loss, moved
 from palsgd.simulator.record import Recorder
@@ -47,6 +49,15 @@ def built(
     return opt
 
 
+class Note(NamedTuple):
+    """What a worker has to say about an exchange. The first are many steps further when the last
+    is through, so the ledger is a copy."""
+
+    loss: float  # mean since the last exchange
+    distance: float
+    ledger: Ledger
+
+
 class Worker:
     """One simulated process: model, optimizer, data, and random numbers of its own."""
 
@@ -62,8 +73,8 @@ class Worker:
         self.opt = built(method, model, transport)
         self.model = model
         self.losses: list[Tensor] = []  # since the last exchange
-        self.metrics: list[float | None] = []
-        self.notes: list[tuple[float, float]] = []  # mean loss and distance of each exchange
+        self.metrics: list[Any] = []
+        self.notes: list[Note] = []  # one per exchange
         self._worker, self._loss, self._batches = transport.worker, loss, batches
         self._rng = _seeded(seed, next(model.parameters()).device)
         self._life: Generator[list[Tensor], int, None] | None = None
@@ -115,7 +126,7 @@ def run_exact(
         for k, model in enumerate(models)
     ]
     for worker in crew:
-        worker.opt._core.after_exchange = partial(_note, recorder, crew, worker)
+        worker.opt.after_exchange(partial(_note, recorder, crew, worker))
     recorder.begin(steps)
     sent, requests = 0, [worker.advance(steps, 0) for worker in crew]
     while any(request is not None for request in requests):
@@ -135,15 +146,16 @@ def _note(recorder: Recorder, crew: list[Worker], worker: Worker) -> None:
     """One worker is through an exchange; with the last one, the exchange is history."""
     if worker is crew[0]:  # the model that is returned is the model that is evaluated
         worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
-    worker.notes.append((_mean_loss(worker), worker.opt.ledger.distance))
+    loss, ledger = _mean_loss(worker), worker.opt.ledger
+    worker.notes.append(Note(loss, ledger.distance, replace(ledger, history=[])))
     if worker is crew[-1]:
         notes = [each.notes.pop(0) for each in crew]
         recorder.add(
             clock=worker.opt.clock,
             round=worker.opt.rounds,
-            losses=[loss for loss, _ in notes],
-            distance=[distance for _, distance in notes],
-            bytes_sent=worker.opt.ledger.bytes_sent,
+            losses=[note.loss for note in notes],
+            distance=[note.distance for note in notes],
+            ledger=notes[0].ledger,
             metric=crew[0].metrics.pop(0),
         )
 

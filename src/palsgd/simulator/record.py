@@ -8,17 +8,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-Evaluate = Callable[[nn.Module], float]
+from palsgd.ledger import Ledger
+
+Evaluate = Callable[[nn.Module], Any]
+Every = int | Callable[[int], bool]
 
 
 class Recorder:
-    def __init__(self, evaluate: Evaluate | None, evaluate_every: int, progress: bool | None):
+    def __init__(self, evaluate: Evaluate | None, evaluate_every: Every, progress: bool | None):
         self.history: list[dict[str, Any]] = []
         self._evaluate, self._every = evaluate, evaluate_every
         self.bar = sys.stderr.isatty() if progress is None else progress
         self._steps, self._began, self._shown = 0, 0.0, 0.0
+        self._evaluating = 0.0  # seconds
 
     def begin(self, steps: int) -> None:
         self._steps, self._began = steps, time.monotonic()
@@ -30,8 +34,8 @@ class Recorder:
         round: int,
         losses: list[float],
         distance: list[float],
-        bytes_sent: int,
-        metric: float | None,
+        ledger: Ledger,
+        metric: Any,
     ) -> None:
         entry: dict[str, Any] = {
             "clock": clock,
@@ -39,26 +43,33 @@ class Recorder:
             "loss": _mean(losses),
             "losses": losses,
             "distance": distance,
-            "bytes_sent": bytes_sent,
+            "bytes_sent": ledger.bytes_sent,
+            "gradient_steps": ledger.gradient_steps,
+            "syncs": ledger.syncs,
+            "seconds": time.monotonic() - self._began - self._evaluating,
         }
         if metric is not None:
             entry["metric"] = metric
         self.history.append(entry)
         self._draw(clock)
 
-    def metric(
-        self, clock: int, show: Callable[[], AbstractContextManager[nn.Module]]
-    ) -> float | None:
+    def metric(self, clock: int, show: Callable[[], AbstractContextManager[nn.Module]]) -> Any:
         """The metric of the global model, which `show` gives, where one is due."""
-        due = clock >= self._steps or len(self.history) % self._every == self._every - 1
-        if self._evaluate is None or not due:
+        if self._evaluate is None or not (clock >= self._steps or self._is_due(clock)):
             return None
+        began = time.monotonic()
         with show() as model, torch.random.fork_rng():
             modes = [(module, module.training) for module in model.modules()]
-            value = float(self._evaluate(model))
+            value = self._evaluate(model)
             for module, training in modes:  # an evaluation that calls eval() ends there
                 module.training = training
-        return value
+        self._evaluating += time.monotonic() - began
+        return float(value) if isinstance(value, Tensor) else value
+
+    def _is_due(self, clock: int) -> bool:
+        if callable(self._every):
+            return self._every(clock)
+        return len(self.history) % self._every == self._every - 1
 
     def end(self) -> None:
         if self.bar and self._shown:

@@ -15,7 +15,7 @@ from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact
 from palsgd.simulator.program import CannotVectorizeError
-from palsgd.simulator.record import Evaluate, Recorder
+from palsgd.simulator.record import Evaluate, Every, Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.vectorized import Run, Vectorized, run_vectorized
 
@@ -37,7 +37,7 @@ def simulate(
     device: torch.device | str | None = None,
     seed: int = 0,
     evaluate: Evaluate | None = None,
-    evaluate_every: int = 1,
+    evaluate_every: Every = 1,
     progress: bool | None = None,
     compile: bool | str | None = None,
 ) -> Result:
@@ -47,7 +47,8 @@ def simulate(
     it), `loss(model, batch)` is a scalar, `data(worker)` that worker's batches, `method(model)`
     a palsgd optimizer. Worker k draws its random numbers (dropout) as a process would after
     `torch.manual_seed(seed + k)`. `evaluate(model)` is called with the global model at every
-    `evaluate_every`-th exchange and at the end. A progress bar shows on a terminal. With
+    `evaluate_every`-th exchange (or those whose clock `evaluate_every(clock)` picks) and at the
+    end; what it returns goes into the history. A progress bar shows on a terminal. With
     `compile` the stacked program goes through torch.compile, which takes half a minute and then
     saves a tenth to a half of each step on a GPU; None does so for long runs on one, a string is
     torch.compile's mode ("reduce-overhead" for CUDA graphs).
@@ -83,7 +84,7 @@ def simulate_many(
     device: torch.device | str | None = None,
     seed: int = 0,
     evaluate: Evaluate | None = None,
-    evaluate_every: int = 1,
+    evaluate_every: Every = 1,
     progress: bool | None = None,
     compile: bool | str | None = None,
     at_once: int | None = None,
@@ -110,7 +111,9 @@ def simulate_many(
         vectorize=vectorize,
         device=device,
         evaluate=evaluate,
-        evaluate_every=whole("evaluate_every", evaluate_every, least=1),
+        evaluate_every=evaluate_every
+        if callable(evaluate_every)
+        else whole("evaluate_every", evaluate_every, least=1),
         progress=progress,
         compile=compile,
     )
@@ -159,7 +162,7 @@ class Simulation:
     vectorize: bool | str
     device: torch.device | str | None
     evaluate: Evaluate | None
-    evaluate_every: int
+    evaluate_every: Every
     progress: bool | None
     compile: bool | str | None
 

@@ -341,7 +341,7 @@ class Vectorized:
             round=run.rounds,
             losses=[float(found.mean()) for found in losses],
             distance=distance,
-            bytes_sent=run.ledgers[0].bytes_sent,
+            ledger=run.ledgers[0],
             metric=run.recorder.metric(self.clock, lambda: self.show(run)),
         )
 

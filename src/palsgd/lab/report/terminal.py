@@ -13,30 +13,23 @@ from palsgd.lab.report.reading import find_runs
 if TYPE_CHECKING:
     from rich.table import Table
 
-_COLUMNS = (
-    "loss",
-    "metric",
-    "speed-up",
-    "time",
-    "steps",
-    "gradients",
-    "bytes",
-    "total time",
-    "total bytes",
-)
+# 80 characters hold no more; the report has the rest.
+_COLUMNS = ("loss", "metric", "to target", "speed-up", "gradients", "time", "sent")
 
 
 def terminal_table(folders: list[Path]) -> Table:
     """Final values, what each setting took to DDP's final metric, and what it took in all."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     runs = find_runs(folders)
     workloads = dict.fromkeys(run.workload for run in runs)
-    table = Table(caption="speed-up, time, steps, gradients and bytes: to DDP's final metric")
-    table.add_column("/".join(workloads) if len(workloads) == 1 else "")
+    caption = "to target: time until DDP's final metric; sent: by each worker"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
+    table.add_column("/".join(workloads) if len(workloads) == 1 else "", min_width=8)
     for name in _COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for workload in workloads:
         comparison = Comparison(group([run for run in runs if run.workload == workload]))
         finals = {row.group: row for row in comparison.finals()}
@@ -57,17 +50,20 @@ def _final(row: Final | None) -> list[str]:
 
 def _target(row: ToTarget, known: bool) -> list[str]:
     if not known or not row.tried:
-        return [formats.NONE] * 5
+        return [formats.NONE] * 2
     if not row.reached:
-        return ["missed", *[formats.NONE] * 4]
-    partly = f"{row.tried - row.reached} of {row.tried} missed" if row.reached < row.tried else ""
+        return ["missed", formats.NONE]
+    if row.reached < row.tried:
+        return [f"{row.tried - row.reached} of {row.tried} missed", formats.NONE]
     saved = formats.NONE if row.group.method == "ddp" else formats.percent(row.saved["time_s"])
-    shown = (formats.seconds, formats.count, formats.count, formats.size)
-    spent = [text(row.spent[key]) for text, key in zip(shown, row.spent, strict=True)]
-    return [partly or saved, *spent]
+    return [formats.seconds(row.spent["time_s"]), saved]
 
 
 def _totals(row: Final | None) -> list[str]:
     if row is None:
-        return [formats.NONE, formats.NONE]
-    return [formats.seconds(row.totals["wall_s"]), formats.size(row.totals["bytes_sent"])]
+        return [formats.NONE] * 3
+    return [
+        formats.count(row.totals["gradient_steps"]),
+        formats.seconds(row.totals["wall_s"]),
+        formats.size(row.totals["bytes_sent"]),
+    ]

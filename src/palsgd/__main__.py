@@ -1,0 +1,15 @@
+"""`python -m palsgd`."""
+
+import sys
+
+
+def main() -> None:
+    try:
+        from palsgd.lab.cli import main as run
+    except ImportError as error:
+        sys.exit(f"palsgd: {error}; the command line needs: pip install 'palsgd[lab]'")
+    run()
+
+
+if __name__ == "__main__":
+    main()

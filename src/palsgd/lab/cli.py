@@ -1,0 +1,358 @@
+"""The command line."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from palsgd.lab.settings import METHODS, Settings, assignments
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train data-parallel over links too slow for an all-reduce at every step: compare "
+    "methods, see what they gain.",
+)
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data.")
+app.add_typer(data_app, name="data")
+
+# -- options that several commands take --------------------------------------------------------
+
+Recipe = Annotated[
+    str,
+    typer.Argument(help="A workload or recipe; `palsgd recipes` lists them.", show_default=False),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(help="Any other settings, e.g. lr=0.01 warmup_steps=100.", show_default=False),
+]
+Workers = Annotated[int | None, typer.Option(help="How many.", show_default="the recipe's")]
+Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
+SyncEvery = Annotated[int | None, typer.Option(help="H.", show_default="the recipe's")]
+MixProb = Annotated[float | None, typer.Option(help="p.", show_default="the recipe's")]
+MixRate = Annotated[float | None, typer.Option(help="eta.", show_default="the recipe's")]
+Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
+Simulate = Annotated[
+    bool, typer.Option("--simulate", help="All workers in this process, on one device.")
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME-TIME")
+]
+Data = Annotated[
+    str | None, typer.Option(help="Folder with the data, for workloads that need files.")
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch missing data.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Start over in a folder that is in use.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run is.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
+
+
+def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Settings:
+    from palsgd.lab import workloads
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    return workloads.recipe(recipe).changed(assignments(changes or []) | given)
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    out: Out = None, quiet: Quiet = False, force: Force = False, resume: Resume = False
+) -> None:
+    """Four methods on handwritten digits, in real processes: a table and a report in a minute.
+
+    Example: palsgd demo
+    """
+    _compare(settings_from("digits", None), METHODS, out, "demo", quiet=quiet, force=force,
+             resume=resume)  # fmt: skip
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    changes: Changes = None,
+    method: Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}.")] = None,
+    workers: Workers = None,
+    simulate: Simulate = False,
+    steps: Steps = None,
+    sync_every: SyncEvery = None,
+    mix_prob: MixProb = None,
+    mix_rate: MixRate = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = "auto",
+    force: Force = False,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    report: Report = True,
+) -> None:
+    """Train one workload with one method, in processes started here, under torchrun, or simulated.
+
+    Example: palsgd train stories --method palsgd --workers 2 --steps 500
+    """
+    settings = settings_from(
+        recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
+        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+    )  # fmt: skip
+    _run({settings.method: settings}, out or _new_folder(recipe), report, simulate=simulate,
+         data=data, download=download, device=device, force=force, resume=resume,
+         quiet=quiet)  # fmt: skip
+
+
+@app.command()
+def compare(
+    recipe: Recipe,
+    changes: Changes = None,
+    methods: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(METHODS),
+    workers: Workers = None,
+    simulate: Simulate = False,
+    steps: Steps = None,
+    sync_every: SyncEvery = None,
+    mix_prob: MixProb = None,
+    mix_rate: MixRate = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = "auto",
+    force: Force = False,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    report: Report = True,
+) -> None:
+    """Run several methods on the same data and seeds; the target is what DDP reaches.
+
+    Example: palsgd compare stories --workers 4 --simulate --steps 1000
+    """
+    settings = settings_from(
+        recipe, changes, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
+        mix_rate=mix_rate, seed=seed,
+    )  # fmt: skip
+    names = tuple(name.strip() for name in methods.split(","))
+    _compare(settings, names, out, recipe, report=report, simulate=simulate, data=data,
+             download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
+
+
+@app.command()
+def sweep(
+    recipe: Recipe,
+    values: Annotated[
+        list[str],
+        typer.Argument(
+            help="Fields and their values, e.g. sync_every=32,64,128 seed=2022,2023,2024; or the "
+            "name of one of the paper's grids, e.g. cifar10-vgg16/H.",
+            show_default=False,
+        ),
+    ],
+    random: Annotated[
+        int | None,
+        typer.Option(help="So many random points; values may be ranges such as lr=1e-4..1e-1."),
+    ] = None,
+    simulate: Simulate = False,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = "auto",
+    force: Force = False,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    report: Report = True,
+) -> None:
+    """Run a grid, or random points, over any fields. Finished points are not run again.
+
+    Example: palsgd sweep digits method=ddp,palsgd seed=1,2,3 --simulate
+    """
+    from palsgd.lab.collection import grid_of, random_points
+
+    base, fields = settings_from(recipe, None), _swept(values)
+    points = (
+        grid_of(base, fields)
+        if random is None
+        else random_points(base, fields, random, seed=base.seed)
+    )
+    typer.echo(f"{len(points)} points", err=True)
+    _run(points, out or _new_folder(f"{recipe}-sweep"), report, simulate=simulate, data=data,
+         download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that train, compare or sweep wrote.")],
+    out: Annotated[Path | None, typer.Option(help="The page.")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Also write TensorBoard event files into this folder.")
+    ] = None,
+) -> None:
+    """Make one self-contained HTML page of any runs, with its figures as SVG and PNG beside it.
+
+    Example: palsgd report runs/digits-20260101-120000
+    """
+    from palsgd.lab.report import write_report, write_tensorboard
+
+    for folder in runs:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}; give one that palsgd compare wrote")
+    page = write_report(runs, out or runs[0] / "report.html")
+    _table(runs)
+    typer.echo(f"report: {page}")
+    if tensorboard is not None:
+        typer.echo(f"TensorBoard files: {write_tensorboard(runs, tensorboard)}")
+
+
+@app.command()
+def recipes() -> None:
+    """List workloads, recipes and grids.
+
+    Example: palsgd recipes
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from palsgd.lab import workloads
+
+    table = Table("recipe", "K", "H", "p", "eta", "inner", "length", "batch", box=None)
+    for name, each in workloads.recipes().items():
+        length = f"{each.epochs:g} epochs" if each.steps is None else f"{each.steps} steps"
+        table.add_row(name, str(each.workers), str(each.sync_every), f"{each.mix_prob:g}",
+                      f"{each.mix_rate:g}", f"{each.inner} {each.lr:g}", length,
+                      str(each.batch_size))  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print("\nGrids, for palsgd sweep RECIPE GRID:")
+    for name, fields in workloads.grids().items():
+        console.print(
+            f"  {name}: " + "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in fields.items())
+        )
+
+
+@data_app.command()
+def prepare(
+    source: Annotated[Path, typer.Argument(help="Folder with the texts, .txt or .txt.xz.")],
+    destination: Annotated[Path, typer.Argument(help="Folder for the tokens.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder with GPT-2's vocab.json and merges.txt.", show_default="SOURCE"),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Turn TinyStories text into tokens that training maps into memory.
+
+    Example: palsgd data prepare texts tokens --tokenizer gpt2-tokenizer
+    """
+    from palsgd.lab.data import tokens
+
+    tokens.prepare(source, destination, tokenizer or source, _reporter(quiet))
+    typer.echo(f"tokens: {destination}")
+
+
+# -- what they share ---------------------------------------------------------------------------
+
+
+def _compare(
+    settings: Settings, methods: tuple[str, ...], out: Path | None, name: str, *,
+    report: bool = True, **options: Any,
+) -> None:  # fmt: skip
+    runs = {method: settings.changed({"method": method}) for method in methods}
+    _run(runs, out or _new_folder(name), report, share_program=False, **options)
+
+
+def _run(runs: dict[str, Settings], out: Path, report: bool, **options: Any) -> None:
+    from palsgd.lab.collection import Options, run_all
+    from palsgd.lab.launching import StoppedError, under_torchrun
+
+    try:
+        run_all(runs, out, Options(**options))
+    except (StoppedError, KeyboardInterrupt):
+        _stopped(out)
+    if under_torchrun() and not _first_rank():
+        return
+    _table([out])
+    typer.echo(f"results: {out}")
+    if report:
+        from palsgd.lab.report import write_report
+
+        typer.echo(f"report: {write_report([out], out / 'report.html')}")
+
+
+def _stopped(out: Path) -> NoReturn:
+    """After Ctrl-C: what is done is in the folder."""
+    words = [word for word in sys.argv[1:] if word not in ("--force", "--resume")]
+    named = any(word == "--out" or word.startswith("--out=") for word in words)
+    flags = ["--resume"] if named else ["--out", str(out), "--resume"]
+    again = shlex.join(["palsgd", *words, *flags])
+    _fail(f"stopped; what is done is kept. Go on with: {again}", 130)
+
+
+def _swept(values: list[str]) -> dict[str, list[Any]]:
+    from palsgd.lab import workloads
+
+    found: dict[str, list[Any]] = {}
+    for text in values:
+        if "=" not in text:
+            found |= workloads.grid(text)
+        else:
+            found |= {name: value.split(",") for name, value in assignments([text]).items()}
+    return found
+
+
+def _new_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _table(folders: list[Path]) -> None:
+    from rich.console import Console
+
+    from palsgd.lab.report import terminal_table
+
+    Console().print(terminal_table(folders))
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _reporter(quiet: bool) -> Callable[[str, int, int], None]:
+    from palsgd.lab.progress import Bar
+
+    bars: dict[str, Bar] = {}
+
+    def at(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            bars[what] = Bar(what, total, unit="", quiet=quiet)
+        bars[what].at(done)
+        if done >= total:
+            bars[what].close()
+
+    return at
+
+
+def main() -> None:
+    """Exit code 2 and one line for what the user can mend."""
+    try:
+        app()
+    except ValueError as error:
+        _fail(str(error), 2)
+    except (RuntimeError, OSError) as error:
+        _fail(f"{error}", 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"palsgd: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

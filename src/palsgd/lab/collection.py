@@ -1,0 +1,180 @@
+"""Several runs in one folder: done, skipped where finished, and compared at the end."""
+
+import itertools
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from palsgd.lab.files import RunFolder, write_json
+from palsgd.lab.launching import Job, run_jobs
+from palsgd.lab.settings import Settings, parsed
+from palsgd.lab.simulated import Simulated, shape_of, simulate_runs
+from palsgd.lab.summary import compared
+from palsgd.lab.workloads import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How runs are done, as opposed to what they are."""
+
+    simulate: bool = False
+    data: str | None = None
+    download: bool = False
+    device: str = "auto"
+    force: bool = False
+    resume: bool = False
+    quiet: bool = False
+    vectorize: bool | str = "auto"
+    share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
+
+
+def check_folder(out: Path, options: Options) -> None:
+    """Nothing is overwritten unasked."""
+    used = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if used and not (options.force or options.resume):
+        raise ValueError(
+            f"{out} exists and is not empty; add --resume to go on with it, --force to start over, "
+            "or choose another --out"
+        )
+
+
+def run_all(runs: Mapping[str, Settings], out: Path, options: Options) -> dict[str, Any]:
+    """Do the runs that are not finished, each in a folder of its name; then compare them all."""
+    check_folder(out, options)
+    if options.force:
+        for name in runs:
+            RunFolder(out / name).clear()
+    waiting = {
+        name: settings
+        for name, settings in runs.items()
+        if not _is_done(RunFolder(out / name), name, settings, options)
+    }
+    if waiting:
+        (_simulate if options.simulate else _launch)(waiting, out, options)
+    return finish(runs, out)
+
+
+def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
+    """Finished, and with these settings; others there are an error, not a reason to overwrite."""
+    if not (folder.path / "config.yaml").exists():
+        return False
+    before, wanted = folder.config(), settings.as_dict()
+    if wanted["steps"] is None:  # given in epochs, resolved in the file
+        del wanted["steps"]
+    for key, value in wanted.items():
+        if before.get(key) != value and key not in ("checkpoint_every",):
+            raise ValueError(
+                f"{folder.path} was run with {key}={before.get(key)}, now it is {value}; "
+                "use the old value, --force to start over, or another --out"
+            )
+    return folder.finished
+
+
+def finish(runs: Mapping[str, Settings], out: Path) -> dict[str, Any]:
+    """summary.json of every run and of the collection."""
+    folders = {name: RunFolder(out / name) for name in runs}
+    records = {
+        name: json.loads((folder.path / "summary.json").read_text())
+        for name, folder in folders.items()
+    }
+    better = {name: folder.config()["higher_is_better"] for name, folder in folders.items()}
+    lines = {name: folder.lines() for name, folder in folders.items()}
+    found = compared(records, lines, next(iter(better.values())))
+    for name, folder in folders.items():
+        folder.write_summary(found[name])
+    write_json(out / "summary.json", found)
+    return found
+
+
+def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
+    """Runs with equally many workers share their processes."""
+    by_workers = sorted(runs.items(), key=lambda item: item[1].workers)
+    for _, group in itertools.groupby(by_workers, key=lambda item: item[1].workers):
+        run_jobs(
+            [
+                Job(
+                    settings=settings,
+                    folder=out / name,
+                    data=options.data,
+                    download=options.download,
+                    resume=options.resume,
+                    quiet=options.quiet,
+                    device=options.device,
+                )
+                for name, settings in group
+            ]
+        )
+
+
+def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
+    """Runs of equal shape share a program."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes: dict[tuple[Any, ...], list[str]] = {}
+    for name, settings in runs.items():
+        alone = () if options.share_program else (name,)
+        shapes.setdefault(shape_of(settings) + alone, []).append(name)
+    for names in shapes.values():
+        simulate_runs(
+            [
+                Simulated(
+                    runs[name],
+                    load(
+                        runs[name].workload,
+                        data=options.data,
+                        device=device,
+                        seed=runs[name].seed,
+                        download=options.download,
+                    ),
+                    RunFolder(out / name),
+                )
+                for name in names
+            ],
+            quiet=options.quiet,
+            vectorize=options.vectorize,
+        )
+
+
+def grid_of(settings: Settings, values: Mapping[str, list[Any]]) -> dict[str, Settings]:
+    """All combinations, by the name of their run."""
+    points = {}
+    for combination in itertools.product(*values.values()):
+        changes = dict(zip(values, combination, strict=True))
+        points[name_of(changes)] = settings.changed(changes)
+    return points
+
+
+def random_points(
+    settings: Settings, ranges: Mapping[str, list[Any]], count: int, seed: int
+) -> dict[str, Settings]:
+    """`count` points, each field drawn by itself: from a list evenly, from `low..high` evenly in
+    the logarithm."""
+    rng = random.Random(seed)
+    points: dict[str, Settings] = {}
+    for _ in range(100 * count):  # drawing a point again adds none
+        changes = {name: _draw(name, choices, rng) for name, choices in ranges.items()}
+        points.setdefault(name_of(changes), settings.changed(changes))
+        if len(points) == count:
+            break
+    return points
+
+
+def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
+    chosen = rng.choice(choices)
+    if not (isinstance(chosen, str) and ".." in chosen):
+        return chosen
+    low, high = (float(end) for end in chosen.split("..", 1))
+    if not 0 < low < high:
+        raise ValueError(f"{name}={chosen} is no range; give low..high with 0 < low < high")
+    value = low * (high / low) ** rng.random()
+    return round(value) if isinstance(parsed(name, "1"), int) else float(f"{value:.4g}")
+
+
+def name_of(changes: Mapping[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in changes.items())

@@ -1,0 +1,139 @@
+"""Worker processes: started here through torch's elastic launcher, or found under torchrun."""
+
+import os
+import signal
+import sys
+import uuid
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from palsgd.lab.files import RunFolder
+from palsgd.lab.settings import Settings
+from palsgd.lab.training import Trainer
+from palsgd.lab.workloads import load
+
+
+class StoppedError(Exception):
+    """Ctrl-C, or a signal that means the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run for worker processes to do. All jobs of a launch have equally many workers."""
+
+    settings: Settings
+    folder: Path
+    data: str | None
+    download: bool
+    resume: bool
+    quiet: bool
+    device: str  # cpu, cuda or auto
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def run_jobs(jobs: list[Job]) -> None:
+    """Train one after another, in the same processes: starting them takes longer than a demo."""
+    if under_torchrun():
+        _check_world(jobs)
+        work(jobs)
+        return
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=jobs[0].settings.workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        with _environment():
+            elastic_launch(config, work)(jobs)
+    except (SignalException, KeyboardInterrupt):
+        raise StoppedError from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        said = failure.message if isinstance(failure.message, str) else failure.message["message"]
+        last = said.strip().splitlines()[-1]
+        raise RuntimeError(f"worker {rank} failed: {last}") from error
+
+
+def work(jobs: list[Job]) -> None:
+    """What a worker process does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    device, backend = _place(jobs[0].device)
+    dist.init_process_group(backend)
+    try:
+        for job in jobs:
+            _work_on(job, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _work_on(job: Job, device: torch.device) -> None:
+    workload = load(
+        job.settings.workload,
+        data=job.data,
+        device=device,
+        seed=job.settings.seed,
+        download=job.download,
+    )
+    folder = RunFolder(job.folder)
+    saved = (folder.checkpoints / "latest.json").exists()
+    Trainer(job.settings, workload, folder, resume=job.resume and saved, quiet=job.quiet).train()
+
+
+def _place(wanted: str) -> tuple[torch.device, str]:
+    """This process's device, and who carries its messages. NCCL wants a GPU for each worker."""
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    if not gpus:
+        return torch.device("cpu"), "gloo"
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local % gpus)
+    one_each = int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus
+    return torch.device("cuda", local % gpus), "nccl" if one_each else "gloo"
+
+
+def _check_world(jobs: list[Job]) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    if jobs[0].settings.workers != world:
+        raise ValueError(
+            f"--workers {jobs[0].settings.workers}, but torchrun started {world} processes; "
+            f"use --workers {world}"
+        )
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Workers of one machine talk over its loopback, whatever its name resolves to."""
+    changes: dict[str, Any] = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    added = {key: value for key, value in changes.items() if key not in os.environ}
+    os.environ.update(added)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            for key in added:
+                del os.environ[key]

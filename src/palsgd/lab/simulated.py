@@ -1,0 +1,160 @@
+"""Runs on one device: through palsgd.simulate, into the same files."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import palsgd
+from palsgd.lab.building import (
+    MeanNorm,
+    agreement,
+    build_optimizer,
+    learning_rate_factor,
+    low_precision,
+)
+from palsgd.lab.files import RunFolder
+from palsgd.lab.settings import Settings
+from palsgd.lab.summary import summarize
+from palsgd.lab.training import WARMUP_LINES, run_config, split_batch
+from palsgd.lab.workload import Workload
+
+# What runs of one stacked program may differ in; see palsgd.simulate_many.
+FREE = ("lr", "mix_prob", "mix_rate", "draws", "outer", "outer_lr", "outer_momentum", "seed")
+
+
+class Simulated:
+    """One run of a simulation: what simulate_many asks of it, and its files afterwards."""
+
+    def __init__(self, settings: Settings, workload: Workload, folder: RunFolder):
+        self.settings, self.workload, self.folder = settings, workload, folder
+        self.steps = settings.total_steps(workload.examples)
+        self.every = settings.evaluate_every or max(1, self.steps // 20)
+        self._mean_norm: MeanNorm | None = None
+
+    def batches(self, worker: int) -> Any:
+        index = 0
+        while True:
+            yield self.workload.batch(
+                worker=worker,
+                workers=self.settings.workers,
+                size=self.settings.batch_size,
+                index=index,
+            )
+            index += 1
+
+    def method(self, model: nn.Module) -> palsgd.LocalOptimizer:
+        opt = build_optimizer(self.settings, self.steps, model)
+        if opt.transport.worker == 0:
+            self._mean_norm = MeanNorm(opt)
+        return opt
+
+    def write(self, result: Any, start: tuple[float, float]) -> None:
+        config = run_config(
+            self.settings, self.workload, self.steps, engine=result.engine, model=result.model
+        )
+        self.folder.clear()
+        self.folder.create(config)
+        lines = [self._first(start), *self._lines(result.history)]
+        self.folder.append("metrics", lines)
+        self.folder.write_summary(summarize(config, lines, {}))
+        torch.save({"model": result.model.state_dict()}, self.folder.path / "best.pt")
+
+    def _first(self, start: tuple[float, float]) -> dict[str, Any]:
+        zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
+        return zeros | {
+            "train_loss": None,
+            "lr": self._lr(0),
+            "distance": [0.0] * self.settings.workers,
+            "agreement": None,
+            "loss": start[0],
+            "metric": start[1],
+        }
+
+    def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """All syncs; of the warm-up's exchanges the evaluated ones and some others."""
+        found, losses, rounds = [], [], 0
+        norms = self._mean_norm.all if self._mean_norm is not None else []
+        thin = max(1, self.steps // WARMUP_LINES)
+        for entry in history:
+            losses.append(entry["loss"])
+            synced, rounds = entry["round"] > rounds, entry["round"]
+            if not (synced or "metric" in entry or entry["clock"] % thin == 0):
+                continue
+            norm = float(norms[rounds - 1]) if synced else None
+            line = {
+                "step": entry["clock"],
+                "gradient_steps": entry["gradient_steps"],
+                "time_s": entry["seconds"],
+                "bytes_sent": entry["bytes_sent"],
+                "syncs": entry["syncs"],
+                "train_loss": sum(losses) / len(losses),
+                "lr": self._lr(entry["clock"]),
+                "distance": entry["distance"],
+                "agreement": agreement(norm, entry["distance"]),
+            }
+            if "metric" in entry:
+                line |= dict(zip(("loss", "metric"), entry["metric"], strict=True))
+            found.append(line)
+            losses = []
+        return found
+
+    def _lr(self, clock: int) -> float:
+        return self.settings.lr * learning_rate_factor(self.settings, self.steps, clock)
+
+
+def simulate_runs(runs: list[Simulated], *, quiet: bool, vectorize: bool | str = "auto") -> None:
+    """Runs that may share a program: they differ in nothing but what is in FREE."""
+    first = runs[0]
+    workload, settings = first.workload, first.settings
+    autocast = low_precision(settings, workload.device)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        parts = split_batch(batch, settings.micro_batches)
+        with autocast():
+            losses = [workload.loss(model, part) for part in parts]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        with autocast():
+            return workload.score(workload.totals(model))
+
+    starts = [evaluate(_fresh(run)) for run in runs]
+    results = palsgd.simulate_many(
+        [{"method": run.method, "seed": run.settings.seed, "data": run.batches} for run in runs],
+        workers=settings.workers,
+        steps=first.steps,
+        model=workload.model,
+        loss=loss,
+        device=workload.device,
+        evaluate=evaluate,
+        evaluate_every=partial(_evaluation_is_due, settings, first.every),
+        vectorize=vectorize,
+        progress=False if quiet else None,
+    )
+    for run, result, start in zip(runs, results, starts, strict=True):
+        run.write(result, start)
+
+
+def _fresh(run: Simulated) -> nn.Module:
+    """The model as simulate will build it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(run.settings.seed)
+        return run.workload.model().to(run.workload.device)
+
+
+def _evaluation_is_due(settings: Settings, every: int, clock: int) -> bool:
+    """At the first exchange at or after each multiple of `every`."""
+    local = clock - settings.warmup_steps
+    if settings.method == "ddp" or local <= 0:
+        return clock % every == 0
+    return clock // every > max(clock - settings.sync_every, settings.warmup_steps) // every
+
+
+def shape_of(settings: Settings) -> tuple[Any, ...]:
+    """Equal for settings that differ in nothing but what is in FREE."""
+    fixed = {k: v for k, v in settings.as_dict().items() if k not in FREE}
+    if settings.method != "ddp":
+        fixed["method"] = "local"
+    return tuple(sorted((k, str(v)) for k, v in fixed.items()))

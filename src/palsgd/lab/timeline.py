@@ -1,0 +1,68 @@
+"""What a worker did when, step by step, for the first rounds of the local phase."""
+
+import math
+import time
+from typing import Any
+
+import palsgd
+
+ROUNDS = 3
+
+
+class Timeline:
+    """Spans in training seconds. All workers leave the barrier after an evaluation together, which
+    is where their clocks are set alike."""
+
+    def __init__(self, opt: palsgd.LocalOptimizer):
+        self._opt, self._past, self._zero = opt, 0.0, time.perf_counter()
+        self._spans: list[dict[str, Any]] = []
+        self._free = 0.0  # when the last step ended
+        self._before = (0.0, 0.0)
+
+    def pause(self) -> None:
+        self._past = self._now()
+
+    def go_on(self) -> None:
+        self._zero = time.perf_counter()
+        self._free = self._past
+
+    def before_step(self) -> None:
+        ledger = self._opt.ledger
+        self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s)
+
+    def after_step(self) -> None:
+        """One step was, in this order, a gradient, perhaps mixing, perhaps a sync."""
+        end, ledger = self._now(), self._opt.ledger
+        if 0 < self._opt.rounds <= ROUNDS or (self._opt.rounds == 0 and self._in_local_phase()):
+            mixing = ledger.mixing_s - self._before[0]
+            sync = ledger.sync_s + ledger.waiting_s - self._before[1] if self._opt.synced else 0.0
+            self._add("gradient", self._free, end - sync - mixing)
+            self._add("mixing", end - sync - mixing, end - sync)
+            self._add("sync", end - sync, end)
+            if sync and self._spans:
+                self._spans[-1]["entry"] = ledger.history[-1]  # will say how much was waiting
+        self._free = end
+
+    def _in_local_phase(self) -> bool:
+        return self._opt.ledger.gradient_steps > self._opt.ledger.warmup_steps
+
+    def _now(self) -> float:
+        return self._past + time.perf_counter() - self._zero
+
+    def _add(self, kind: str, start: float, end: float) -> None:
+        if end > start:
+            worker = self._opt.transport.worker
+            self._spans.append({"worker": worker, "kind": kind, "start_s": start, "end_s": end})
+
+    def spans(self) -> list[dict[str, Any]]:
+        """With waiting split off: how long it was is known one sync later."""
+        found = []
+        for span in self._spans:
+            span = dict(span)
+            waited = span.pop("entry", {}).get("waiting_s", 0.0)
+            if waited > 0 and math.isfinite(waited):
+                middle = min(span["end_s"], span["start_s"] + waited)
+                found.append(span | {"kind": "wait", "end_s": middle})
+                span["start_s"] = middle
+            found.append(span)
+        return found

@@ -1,0 +1,318 @@
+"""One run in real processes: what each of them does."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import palsgd
+from palsgd.lab.building import (
+    MeanNorm,
+    agreement,
+    build_optimizer,
+    learning_rate_factor,
+    low_precision,
+)
+from palsgd.lab.files import RunFolder, plain, write_json
+from palsgd.lab.progress import Bar
+from palsgd.lab.settings import Settings
+from palsgd.lab.summary import summarize
+from palsgd.lab.timeline import Timeline
+from palsgd.lab.workload import Workload
+
+WARMUP_LINES = 200  # of the all-reduces of DDP and warm-up, about so many become a line
+
+
+class Trainer:
+    """This process's part of a run. Every rank makes one; rank 0 writes the files."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        folder: RunFolder,
+        *,
+        resume: bool = False,
+        quiet: bool = False,
+    ):
+        self.settings, self.workload, self.folder = settings, workload, folder
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.steps = settings.total_steps(workload.examples)
+        torch.manual_seed(settings.seed)
+        self.net = workload.model().to(workload.device)
+        self.model: nn.Module = DistributedDataParallel(self.net) if self.world > 1 else self.net
+        self.opt = build_optimizer(settings, self.steps, self.model)
+        torch.manual_seed(settings.seed + self.rank)  # dropout differs between workers
+        self._autocast = low_precision(settings, workload.device)
+        self._mean_norm = MeanNorm(self.opt)
+        self._timeline = Timeline(self.opt)
+        self._records: list[dict[str, Any]] = []  # since the last evaluation
+        self._loss, self._losses = torch.zeros((), device=workload.device), 0
+        self._every = settings.evaluate_every or max(1, self.steps // 20)
+        self._evaluated_at = self._saved_at = 0
+        self._seconds, self._resumed_at = 0.0, time.perf_counter()
+        self._best: float | None = None
+        self._quiet = quiet or self.rank != 0
+        if resume:
+            self._resume()
+        elif self.rank == 0:
+            folder.clear()
+            folder.create(self._config())
+        self.opt.after_exchange(self._record)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        title = f"{self.settings.workload} {self.settings.method}"
+        if self.opt.clock == 0:
+            self._evaluate()
+        with Bar(title, self.steps, quiet=self._quiet) as bar:
+            for batch in palsgd.until(self._batches(), self.opt, steps=self.steps):
+                self._gradient(batch)
+                self._timeline.before_step()
+                self.opt.step()
+                self._timeline.after_step()
+                self.opt.zero_grad()
+                bar.at(self.opt.clock)
+                self._now_and_then()
+        if self._evaluated_at < self.opt.clock:
+            self._evaluate()
+        spans: list[Any] = [None] * self.world
+        dist.all_gather_object(spans, self._timeline.spans())
+        if self.rank == 0:
+            self.folder.append("timeline", [span for each in spans for span in each])
+            self._finish()
+        dist.barrier()
+
+    def _batches(self) -> Iterator[Any]:
+        """By index, so that a resumed run goes on with the next one."""
+        while True:
+            yield self.workload.batch(
+                worker=self.rank,
+                workers=self.world,
+                size=self.settings.batch_size,
+                index=self.opt.gradient_steps,
+            )
+
+    def _gradient(self, batch: Any) -> None:
+        parts = self.settings.micro_batches
+        for number, part in enumerate(split_batch(batch, parts)):
+            with self._exchanging(last=number == parts - 1):
+                with self._autocast():
+                    loss = self.workload.loss(self.model, part) / parts
+                loss.backward()
+            self._loss += loss.detach()
+        self._losses += 1
+
+    def _exchanging(self, *, last: bool) -> AbstractContextManager[Any]:
+        """In the warm-up, DDP averages gradients once, with the last part of a batch."""
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
+
+    def _now_and_then(self) -> None:
+        """Between rounds: evaluate, save."""
+        if not (self.opt.synced or self._warming_up()):
+            return
+        due = self.opt.clock - self._evaluated_at >= self._every
+        if due and self.opt.clock < self.steps:
+            self._evaluate()
+        if self._checkpoint_is_due(due):
+            self._save()
+
+    def _warming_up(self) -> bool:
+        return self.settings.method == "ddp" or self.opt.clock <= self.settings.warmup_steps
+
+    def _checkpoint_is_due(self, evaluated: bool) -> bool:
+        if self.settings.checkpoint_every is None:
+            return evaluated
+        every = self.settings.checkpoint_every * self.settings.sync_every
+        return self.opt.clock - self._saved_at >= every
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        """This worker's part of a line; they are put together at the next evaluation, so that
+        recording sends nothing in between."""
+        clock = self.opt.clock
+        warming_up = clock <= self.settings.warmup_steps or self.settings.method == "ddp"
+        due = self._evaluated_at + self._every <= clock or clock >= self.steps
+        if warming_up and not due and clock % max(1, self.steps // WARMUP_LINES):
+            return
+        ledger, settings = self.opt.ledger, self.settings
+        self._records.append(
+            {
+                "step": clock,
+                "gradient_steps": self.opt.gradient_steps,
+                "time_s": self._elapsed(),
+                "bytes_sent": ledger.bytes_sent,
+                "syncs": ledger.syncs,
+                "loss_sum": float(self._loss),
+                "losses": self._losses,
+                "lr": settings.lr * learning_rate_factor(settings, self.steps, clock),
+                "distance": 0.0 if warming_up else ledger.distance,
+                "mean_norm": self._mean_norm.take(),
+            }
+        )
+        self._loss.zero_()
+        self._losses = 0
+
+    def _elapsed(self) -> float:
+        return self._seconds + time.perf_counter() - self._resumed_at
+
+    def _evaluate(self) -> None:
+        """The global model, on all ranks together; the clock of the run stands still."""
+        self._pause()
+        with self.opt.anchor_weights(), self._autocast():
+            totals = self.workload.totals(self.net, part=self.rank, parts=self.world)
+        dist.all_reduce(totals)
+        loss, metric = self.workload.score(totals)
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, self._records)
+        self._records, self._evaluated_at = [], self.opt.clock
+        lines = [_joined(parts) for parts in zip(*everyone, strict=True)]
+        if not lines:  # before the first step
+            lines = [_start_line(self.settings, self.steps, self.world)]
+        lines[-1] |= {"loss": loss, "metric": metric}
+        if self.rank == 0:
+            self.folder.append("metrics", lines)
+            self._keep_if_best(metric)
+        self._go_on()
+
+    def _pause(self) -> None:
+        if self.workload.device.type == "cuda":
+            torch.cuda.synchronize(self.workload.device)
+        self._seconds = self._elapsed()
+        self._timeline.pause()
+
+    def _go_on(self) -> None:
+        dist.barrier()
+        self._resumed_at = time.perf_counter()
+        self._timeline.go_on()
+
+    def _keep_if_best(self, metric: float) -> None:
+        sign = 1 if self.workload.higher_is_better else -1
+        if self._best is None or sign * metric > sign * self._best:
+            self._best = metric
+            with self.opt.anchor_weights():
+                beside = self.folder.path / "best.pt.new"
+                torch.save({"step": self.opt.clock, "metric": metric,
+                            "model": self.net.state_dict()}, beside)  # fmt: skip
+            os.replace(beside, self.folder.path / "best.pt")
+
+    def _config(self) -> dict[str, Any]:
+        return run_config(
+            self.settings, self.workload, self.steps, engine="processes", model=self.net
+        )
+
+    def _finish(self) -> None:
+        lines = self.folder.lines()
+        self.folder.write_summary(
+            summarize(self.folder.config(), lines, plain(self.opt.ledger.as_dict()))
+        )
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Into a folder of its own, which `latest.json` names once all workers have written."""
+        self._pause()
+        place = self.folder.checkpoints / f"step-{self.opt.clock}"
+        palsgd.checkpoint.save(place, self.net, self.opt)
+        torch.save(torch.get_rng_state(), place / f"rng-{self.rank}.pt")
+        dist.barrier()
+        if self.rank == 0:
+            latest = {"step": self.opt.clock, "time_s": self._seconds, "best": self._best}
+            write_json(self.folder.checkpoints / "latest.json", latest)
+            for old in self.folder.checkpoints.glob("step-*"):
+                if old != place:
+                    shutil.rmtree(old, ignore_errors=True)
+        self._saved_at = self.opt.clock
+        self._go_on()
+
+    def _resume(self) -> None:
+        latest = json.loads((self.folder.checkpoints / "latest.json").read_text())
+        place = self.folder.checkpoints / f"step-{latest['step']}"
+        palsgd.checkpoint.load(place, self.net, self.opt)
+        torch.set_rng_state(torch.load(place / f"rng-{self.rank}.pt", weights_only=True))
+        self._seconds, self._best = latest["time_s"], latest["best"]
+        self._evaluated_at = self._saved_at = self.opt.clock
+        if self.rank == 0:
+            self.folder.keep_lines(until_step=self.opt.clock)
+        dist.barrier()
+
+
+def run_config(
+    settings: Settings, workload: Workload, steps: int, *, engine: str, model: nn.Module
+) -> dict[str, Any]:
+    """What config.yaml says: the settings, resolved, and the machine."""
+    device = workload.device
+    words = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    return settings.as_dict() | {
+        "steps": steps,
+        "palsgd": palsgd.__version__,
+        "torch": str(torch.__version__),
+        "device": words,
+        "simulated": engine != "processes",
+        "engine": engine,
+        "metric": workload.metric,
+        "higher_is_better": workload.higher_is_better,
+        "floor": workload.floor,
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+
+
+def processor() -> str:
+    """The CPU, in words."""
+    cores = os.cpu_count()
+    info = Path("/proc/cpuinfo")
+    names = [
+        line.partition(":")[2].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else 'CPU'}, {cores} cores"
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    if parts == 1:
+        return [batch]
+    leaves, shape = pytree.tree_flatten(batch)
+    return [
+        pytree.tree_unflatten(list(each), shape)
+        for each in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)
+    ]
+
+
+def _joined(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One line of metrics.jsonl from all workers' records of the same exchange."""
+    line = dict(parts[0])
+    losses = sum(part["losses"] for part in parts)
+    distances = [part["distance"] for part in parts]
+    total, mean_norm = sum(part["loss_sum"] for part in parts), line.pop("mean_norm")
+    del line["loss_sum"], line["losses"]
+    return line | {
+        "train_loss": total / losses if losses else None,
+        "distance": distances,
+        "agreement": agreement(mean_norm, distances),
+    }
+
+
+def _start_line(settings: Settings, steps: int, workers: int) -> dict[str, Any]:
+    zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
+    return zeros | {
+        "train_loss": None,
+        "lr": settings.lr * learning_rate_factor(settings, steps, 0),
+        "distance": [0.0] * workers,
+        "agreement": None,
+    }
