@@ -63,25 +63,25 @@ def test_a_corrupt_file_is_named(tmp_path):
 
 
 def study(*arguments):
-    command = [sys.executable, str(ROOT / "examples" / "small_cnn.py"), *arguments]
+    command = [sys.executable, "-m", "palsgd", "sweep", "cifar10-cnn", *arguments, "--simulate"]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 @needs_mini
 def test_the_small_cnn_study_starts_with_one_command(tmp_path):
-    out = tmp_path / "study.json"
     done = study(
-        "--data", str(MINI), "--workers", "2", "--epochs", "1", "--batch", "100",
-        "--sync-every", "4", "--device", "cpu", "--out", str(out),
+        "workers=2,4", "method=ddp,localsgd,diloco,palsgd", "epochs=1", "batch_size=100",
+        "sync_every=4", "--data", str(MINI), "--device", "cpu", "--no-report",
+        "--out", str(tmp_path / "study"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["method"] for row in rows] == ["ddp", "localsgd", "diloco", "palsgd"]
-    assert all(row["steps"] == 10 and 0 <= row["accuracy"] <= 1 for row in rows)
+    rows = json.loads((tmp_path / "study" / "summary.json").read_text())
+    assert len(rows) == 8
+    assert [rows[f"workers={k},method=palsgd"]["steps"] for k in (2, 4)] == [10, 5]
+    assert all(0 <= row["final_metric"] <= 1 for row in rows.values())
 
 
 def test_the_study_says_in_one_line_that_data_is_missing(tmp_path):
-    done = study("--data", str(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.startswith("small_cnn: no CIFAR-10 in")
-    assert len(done.stderr.splitlines()) == 1
+    done = study("workers=2", "--data", str(tmp_path), "--out", str(tmp_path / "study"))
+    assert done.returncode == 2
+    assert "no CIFAR-10 in" in done.stderr.splitlines()[-1]

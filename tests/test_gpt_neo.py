@@ -92,6 +92,8 @@ def test_the_loss_in_chunks_is_cross_entropy(monkeypatch, chunk_bytes, words):
     mine = linear_cross_entropy(hidden, weight, targets)
     theirs = cross_entropy(hidden @ weight.T, targets)
     torch.testing.assert_close(mine, theirs)
+    with torch.no_grad():  # another way: no gradients along with it
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets), theirs)
     torch.testing.assert_close(
         torch.autograd.grad(3 * mine, (hidden, weight)),
         torch.autograd.grad(3 * theirs, (hidden, weight)),

@@ -144,9 +144,11 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
 def grid_of(settings: Settings, values: Mapping[str, list[Any]]) -> dict[str, Settings]:
     """All combinations, by the name of their run."""
     points = {}
+    varied = [name for name, choices in values.items() if len(choices) > 1] or list(values)
     for combination in itertools.product(*values.values()):
         changes = dict(zip(values, combination, strict=True))
-        points[name_of(changes)] = settings.changed(changes)
+        name = name_of({field: changes[field] for field in varied})
+        points[name] = settings.changed(changes)
     return points
 
 

@@ -45,8 +45,8 @@ _COMPARED = ("target", *_TO_TARGET, "metric_at_equal_gradients", "metric_at_equa
 def compared(
     records: Mapping[str, Record], lines: Mapping[str, list[Line]], higher_is_better: bool
 ) -> dict[str, Record]:
-    """The same records with targets (what DDP reached, of the same seed where there are several)
-    and the metric at equal gradients and equal time."""
+    """The same records with targets (what DDP reached; where it ran several times, with as many
+    workers and the same seed) and the metric at equal gradients and equal time."""
     fewest = min(record["gradient_steps"] for record in records.values())
     shortest = min(record["wall_s"] for record in records.values())
     return {
@@ -61,9 +61,11 @@ def compared(
 
 
 def _target_of(record: Record, records: Mapping[str, Record]) -> float | None:
+    def likeness(other: Record) -> list[bool]:
+        return [other[name] == record[name] for name in ("workers", "seed")]
+
     ddp = [other for other in records.values() if other["method"] == "ddp"]
-    alike = [other for other in ddp if other["seed"] == record["seed"]]
-    return (alike or ddp)[0]["final_metric"] if ddp else None
+    return max(ddp, key=likeness)["final_metric"] if ddp else None
 
 
 def _to_target(target: float | None, lines: list[Line], higher_is_better: bool) -> Record:

@@ -4,6 +4,7 @@ import json
 import lzma
 import pickle
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,15 @@ def download(folder: Path) -> None:
 
 
 def normalized(images: Tensor) -> Tensor:
-    mean = torch.tensor(_MEAN, device=images.device).view(3, 1, 1)
-    std = torch.tensor(_STD, device=images.device).view(3, 1, 1)
-    return (images.float() / 255 - mean) / std
+    scale, shift = _normalization(str(images.device))
+    return images * scale - shift
+
+
+@cache
+def _normalization(device: str) -> tuple[Tensor, Tensor]:
+    """(x / 255 - mean) / std as one product and one difference."""
+    mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (_MEAN, _STD))
+    return 1 / (255 * std), mean / std
 
 
 def _original(place: Path, name: str) -> Split:

@@ -40,9 +40,9 @@ class Cifar10VGG16(Cifar10):
         super().load()
         self.train_images = pad(self.train_images, (4, 4, 4, 4))
 
-    def training_inputs(self, which: Tensor, worker: int, index: int) -> Tensor:
+    def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
         random = random_stream(self.seed, worker, index)
-        return self.inputs(shifted(self.train_images, which, random, size=32))
+        return shifted(self.train_images, which, random, size=32)
 
     def model(self) -> nn.Module:
         from torchvision.models import vgg16  # type: ignore[import-untyped]
