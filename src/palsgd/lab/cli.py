@@ -183,9 +183,11 @@ def sweep(
         if random is None
         else random_points(base, fields, random, seed=base.seed)
     )
-    typer.echo(f"{len(points)} points", err=True)
-    _run(points, out or _new_folder(f"{recipe}-sweep"), report, simulate=simulate, data=data,
-         download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
+    if not quiet:
+        typer.echo(f"{len(points)} points", err=True)
+    _run(points, out or _new_folder(f"{recipe}-sweep"), report, swept=tuple(fields),
+         simulate=simulate, data=data, download=download, device=device, force=force,
+         resume=resume, quiet=quiet)  # fmt: skip
 
 
 @app.command()
@@ -210,6 +212,37 @@ def report(
     typer.echo(f"report: {page}")
     if tensorboard is not None:
         typer.echo(f"TensorBoard files: {write_tensorboard(runs, tensorboard)}")
+
+
+@app.command()
+def explain(
+    recipe: Recipe,
+    changes: Changes = None,
+    method: Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}.")] = None,
+    workers: Workers = None,
+    steps: Steps = None,
+    sync_every: SyncEvery = None,
+    mix_prob: MixProb = None,
+    mix_rate: MixRate = None,
+    seed: Seed = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How many to show.")] = 2,
+    first_round: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+) -> None:
+    """Show what a setting will do: who mixes when, gradients, bytes, beta, and warnings.
+
+    Example: palsgd explain stories --sync-every 64 --mix-prob 0.1
+    """
+    from rich.console import Console
+
+    from palsgd.lab.explain import explain as explained
+
+    settings = settings_from(
+        recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
+        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+    )  # fmt: skip
+    console = Console()
+    for part in explained(settings, rounds=rounds, first_round=first_round):
+        console.print(part)
 
 
 @app.command()
@@ -269,15 +302,18 @@ def _compare(
     _run(runs, out or _new_folder(name), report, share_program=False, **options)
 
 
-def _run(runs: dict[str, Settings], out: Path, report: bool, **options: Any) -> None:
+def _run(
+    runs: dict[str, Settings], out: Path, report: bool, *, swept: tuple[str, ...] = (),
+    **options: Any,
+) -> None:  # fmt: skip
     from palsgd.lab.collection import Options, run_all
-    from palsgd.lab.launching import StoppedError, under_torchrun
+    from palsgd.lab.launching import StoppedError, first_rank
 
     try:
-        run_all(runs, out, Options(**options))
+        run_all(runs, out, Options(**options), swept)
     except (StoppedError, KeyboardInterrupt):
         _stopped(out)
-    if under_torchrun() and not _first_rank():
+    if not first_rank():
         return
     _table([out])
     typer.echo(f"results: {out}")
@@ -320,10 +356,6 @@ def _table(folders: list[Path]) -> None:
     Console().print(terminal_table(folders))
 
 
-def _first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _reporter(quiet: bool) -> Callable[[str, int, int], None]:
     from palsgd.lab.progress import Bar
 
@@ -339,10 +371,21 @@ def _reporter(quiet: bool) -> Callable[[str, int, int], None]:
     return at
 
 
+# click's, or that of the click which newer versions of typer bring along
+_UsageError: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
     """Exit code 2 and one line for what the user can mend."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `palsgd` alone
+            error.show()
+            sys.exit(2)
+        _fail(error.format_message(), 2)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("stopped", 130)
     except ValueError as error:
         _fail(str(error), 2)
     except (RuntimeError, OSError) as error:
@@ -350,7 +393,9 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"palsgd: {message}", file=sys.stderr)
+    """torchrun's processes all find the same fault in the input; one of each machine says so."""
+    if code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"palsgd: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -3,19 +3,20 @@
 import itertools
 import json
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from palsgd.lab.files import RunFolder, write_json
-from palsgd.lab.launching import Job, run_jobs
+from palsgd.lab.launching import Job, first_rank, run_jobs
 from palsgd.lab.settings import Settings, parsed
 from palsgd.lab.simulated import Simulated, shape_of, simulate_runs
 from palsgd.lab.summary import compared
 from palsgd.lab.workloads import load
+from palsgd.pseudo_async import PseudoAsync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,32 @@ def check_folder(out: Path, options: Options) -> None:
         )
 
 
-def run_all(runs: Mapping[str, Settings], out: Path, options: Options) -> dict[str, Any]:
-    """Do the runs that are not finished, each in a folder of its name; then compare them all."""
+def check_device(device: str) -> None:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device!r} is unknown; use one of auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but no GPU is to be seen here; use --device cpu")
+
+
+def check_mixing(settings: Settings) -> None:
+    """That the pull towards the global model is a share; before anything runs, not at the point
+    of a sweep that asks for more."""
+    if settings.method == "palsgd" and settings.mix_prob:
+        chosen = settings.as_dict()
+        names = [field.name for field in fields(PseudoAsync)]
+        PseudoAsync(**{name: chosen[name] for name in names}).betas([settings.lr])
+
+
+def run_all(
+    runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Do the runs that are not finished, each in a folder of its name; then compare them all.
+    Records of the collection also tell the `swept` fields."""
+    for settings in runs.values():
+        check_mixing(settings)
+    check_device(options.device)
     check_folder(out, options)
+    out.mkdir(parents=True, exist_ok=True)
     if options.force:
         for name in runs:
             RunFolder(out / name).clear()
@@ -56,7 +80,7 @@ def run_all(runs: Mapping[str, Settings], out: Path, options: Options) -> dict[s
     }
     if waiting:
         (_simulate if options.simulate else _launch)(waiting, out, options)
-    return finish(runs, out)
+    return finish(runs, out, swept) if first_rank() else {}
 
 
 def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
@@ -75,7 +99,7 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     return folder.finished
 
 
-def finish(runs: Mapping[str, Settings], out: Path) -> dict[str, Any]:
+def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
     """summary.json of every run and of the collection."""
     folders = {name: RunFolder(out / name) for name in runs}
     records = {
@@ -87,6 +111,10 @@ def finish(runs: Mapping[str, Settings], out: Path) -> dict[str, Any]:
     found = compared(records, lines, next(iter(better.values())))
     for name, folder in folders.items():
         folder.write_summary(found[name])
+    found = {
+        name: {field: getattr(runs[name], field) for field in swept} | record
+        for name, record in found.items()
+    }
     write_json(out / "summary.json", found)
     return found
 
@@ -157,6 +185,8 @@ def random_points(
 ) -> dict[str, Settings]:
     """`count` points, each field drawn by itself: from a list evenly, from `low..high` evenly in
     the logarithm."""
+    if count < 1:
+        raise ValueError(f"{count} random points are none; ask for at least 1")
     rng = random.Random(seed)
     points: dict[str, Settings] = {}
     for _ in range(100 * count):  # drawing a point again adds none
@@ -171,7 +201,10 @@ def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
     if not (isinstance(chosen, str) and ".." in chosen):
         return chosen
-    low, high = (float(end) for end in chosen.split("..", 1))
+    try:
+        low, high = (float(end) for end in chosen.split("..", 1))
+    except ValueError:
+        low, high = 0.0, 0.0
     if not 0 < low < high:
         raise ValueError(f"{name}={chosen} is no range; give low..high with 0 < low < high")
     value = low * (high / low) ** rng.random()

@@ -1,5 +1,7 @@
 """Worker processes: started here through torch's elastic launcher, or found under torchrun."""
 
+import builtins
+import logging
 import os
 import signal
 import sys
@@ -41,6 +43,11 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
+def first_rank() -> bool:
+    """The one process that writes and speaks for all: rank 0 of torchrun's, or the launcher."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
 def run_jobs(jobs: list[Job]) -> None:
     """Train one after another, in the same processes: starting them takes longer than a demo."""
     if under_torchrun():
@@ -68,14 +75,32 @@ def run_jobs(jobs: list[Job]) -> None:
         raise StoppedError from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        said = failure.message if isinstance(failure.message, str) else failure.message["message"]
-        last = said.strip().splitlines()[-1]
-        raise RuntimeError(f"worker {rank} failed: {last}") from error
+        if failure.exitcode == -signal.SIGINT:  # it heard Ctrl-C before this process did
+            raise StoppedError from None
+        raise _as_raised_here(rank, failure) from error
+
+
+def _as_raised_here(rank: int, failure: Any) -> Exception:
+    """What a worker's exception means to the user: input to mend, or a line on what went wrong.
+    Only a mistake of this program comes with its traceback."""
+    said, trace = failure.message, ""
+    if not isinstance(said, str):
+        said, trace = said["message"], said.get("extraInfo", {}).get("py_callstack", "")
+    last = said.strip().splitlines()[-1]
+    name, _, message = last.partition(": ")
+    if name == "ValueError":
+        return ValueError(message)
+    kind = getattr(builtins, name, RuntimeError)
+    if not issubclass(kind, RuntimeError | OSError):
+        print(trace, file=sys.stderr)
+    return RuntimeError(f"worker {rank} failed: {last}")
 
 
 def work(jobs: list[Job]) -> None:
     """What a worker process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     device, backend = _place(jobs[0].device)
@@ -130,10 +155,13 @@ def _environment() -> Iterator[None]:
     }
     added = {key: value for key, value in changes.items() if key not in os.environ}
     os.environ.update(added)
+    silent = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # torch's launcher says again, at length, what we say
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
+            logging.disable(silent)
             for key in added:
                 del os.environ[key]

@@ -1,9 +1,10 @@
 """Everything that defines a run, in one flat record. A recipe is one with its values filled in."""
 
 import difflib
+import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -49,11 +50,10 @@ class Settings:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
                 )
-        for name in ("workers", "steps", "batch_size", "micro_batches", "sync_every",
-                     "evaluate_every", "checkpoint_every"):  # fmt: skip
+        for name, (allows, words) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            if value is not None and not (math.isfinite(value) and allows(value)):
+                raise ValueError(f"{name}={value} must be {words}")
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
@@ -89,6 +89,18 @@ CHOICES = {
     "schedule": ("constant", "cosine"),
     "outer": ("nesterov", "sgd", "adam"),
     "precision": ("fp32", "tf32", "bf16"),
+}
+_COUNT = (lambda x: x >= 1, "at least 1")
+_NOT_NEGATIVE = (lambda x: x >= 0, "a number >= 0")
+_POSITIVE = (lambda x: x > 0, "a number > 0")
+_SHARE = (lambda x: 0 <= x < 1, "in [0, 1)")
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(("workers", "steps", "batch_size", "micro_batches", "sync_every"), _COUNT),
+    **dict.fromkeys(("evaluate_every", "checkpoint_every"), _COUNT),
+    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
+    **dict.fromkeys(("lr", "outer_lr", "mix_rate"), _NOT_NEGATIVE),
+    **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
+    **dict.fromkeys(("epochs", "max_norm"), _POSITIVE),
 }
 FIELDS = {field.name: field for field in fields(Settings)}
 

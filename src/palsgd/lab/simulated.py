@@ -1,6 +1,8 @@
 """Runs on one device: through palsgd.simulate, into the same files."""
 
-from functools import partial
+import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from palsgd.lab.building import (
     low_precision,
 )
 from palsgd.lab.files import RunFolder
+from palsgd.lab.progress import Bar
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.training import WARMUP_LINES, run_config, split_batch
@@ -32,6 +35,9 @@ class Simulated:
         self.steps = settings.total_steps(workload.examples)
         self.every = settings.evaluate_every or max(1, self.steps // 20)
         self._mean_norm: MeanNorm | None = None
+        self._model: nn.Module | None = None  # that is shown as the global one
+        self._start = (math.nan, math.nan)
+        self._best: dict[str, Any] = {}
 
     def batches(self, worker: int) -> Any:
         index = 0
@@ -47,29 +53,46 @@ class Simulated:
     def method(self, model: nn.Module) -> palsgd.LocalOptimizer:
         opt = build_optimizer(self.settings, self.steps, model)
         if opt.transport.worker == 0:
-            self._mean_norm = MeanNorm(opt)
+            self._mean_norm, self._model = MeanNorm(opt), model
         return opt
 
-    def write(self, result: Any, start: tuple[float, float]) -> None:
+    def begin(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> None:
+        """Evaluate the model as simulate will build it."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.settings.seed)
+            self._model = self.workload.model().to(self.workload.device)
+        self._start, self._best = evaluate(self._model), {}
+        self.evaluated(self._model, self._start[1])
+
+    def evaluated(self, model: nn.Module, metric: float) -> None:
+        """If the model is this run's, it may be its best so far."""
+        sign = 1 if self.workload.higher_is_better else -1
+        better = not self._best or sign * metric > sign * self._best["metric"]
+        if model is self._model and better:
+            self._best = {"metric": metric, "model": copy.deepcopy(model.state_dict())}
+
+    def write(self, result: Any) -> None:
         config = run_config(
             self.settings, self.workload, self.steps, engine=result.engine, model=result.model
         )
         self.folder.clear()
         self.folder.create(config)
-        lines = [self._first(start), *self._lines(result.history)]
+        lines = [self._first(), *self._lines(result.history)]
         self.folder.append("metrics", lines)
-        self.folder.write_summary(summarize(config, lines, {}))
-        torch.save({"model": result.model.state_dict()}, self.folder.path / "best.pt")
+        best = self._best["metric"]
+        step = next((x["step"] for x in lines if x.get("metric") == best), 0)
+        torch.save({"step": step, **self._best}, self.folder.path / "best.pt")
+        self.folder.write_summary(summarize(config, lines, {}))  # last: the run is finished
 
-    def _first(self, start: tuple[float, float]) -> dict[str, Any]:
+    def _first(self) -> dict[str, Any]:
         zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
         return zeros | {
             "train_loss": None,
             "lr": self._lr(0),
             "distance": [0.0] * self.settings.workers,
             "agreement": None,
-            "loss": start[0],
-            "metric": start[1],
+            "loss": self._start[0],
+            "metric": self._start[1],
         }
 
     def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,32 +139,44 @@ def simulate_runs(runs: list[Simulated], *, quiet: bool, vectorize: bool | str =
             losses = [workload.loss(model, part) for part in parts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def evaluate(model: nn.Module) -> tuple[float, float]:
+    def score(model: nn.Module) -> tuple[float, float]:
         with autocast():
             return workload.score(workload.totals(model))
 
-    starts = [evaluate(_fresh(run)) for run in runs]
-    results = palsgd.simulate_many(
-        [{"method": run.method, "seed": run.settings.seed, "data": run.batches} for run in runs],
-        workers=settings.workers,
-        steps=first.steps,
-        model=workload.model,
-        loss=loss,
-        device=workload.device,
-        evaluate=evaluate,
-        evaluate_every=partial(_evaluation_is_due, settings, first.every),
-        vectorize=vectorize,
-        progress=False if quiet else None,
-    )
-    for run, result, start in zip(runs, results, starts, strict=True):
-        run.write(result, start)
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        found = score(model)
+        for run in runs:
+            run.evaluated(model, found[1])
+        return found
+
+    for run in runs:
+        run.begin(score)
+    with Bar(_title(runs), first.steps, quiet=quiet) as bar:
+
+        def is_due(clock: int) -> bool:
+            bar.at(clock)
+            return _evaluation_is_due(settings, first.every, clock)
+
+        results = palsgd.simulate_many(
+            [{"method": run.method, "seed": run.settings.seed, "data": run.batches}
+             for run in runs],
+            workers=settings.workers,
+            steps=first.steps,
+            model=workload.model,
+            loss=loss,
+            device=workload.device,
+            evaluate=evaluate,
+            evaluate_every=is_due,
+            vectorize=vectorize,
+            progress=False,
+        )  # fmt: skip
+    for run, result in zip(runs, results, strict=True):
+        run.write(result)
 
 
-def _fresh(run: Simulated) -> nn.Module:
-    """The model as simulate will build it."""
-    with torch.random.fork_rng():
-        torch.manual_seed(run.settings.seed)
-        return run.workload.model().to(run.workload.device)
+def _title(runs: list[Simulated]) -> str:
+    settings, count = runs[0].settings, len(runs)
+    return f"{settings.workload} {settings.method if count == 1 else f'{count} runs'}"
 
 
 def _evaluation_is_due(settings: Settings, every: int, clock: int) -> bool:

@@ -3,16 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from palsgd.lab.files import plain
+
 Line = dict[str, Any]
 Record = dict[str, Any]
 
 
 def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str, Any]) -> Record:
     """Of a run by itself; `compared` fills in the rest."""
-    evaluated = [line for line in lines if line.get("metric") is not None]
+    evaluated = [line for line in map(plain, lines) if "metric" in line]
+    known = [line for line in evaluated if line["metric"] is not None] or evaluated[-1:]
     last, best = (
         evaluated[-1],
-        (max if config["higher_is_better"] else min)(evaluated, key=lambda line: line["metric"]),
+        (max if config["higher_is_better"] else min)(known, key=lambda line: line["metric"]),
     )
     named = {name: config[name] for name in ("method", "workload", "workers", "seed", "simulated")}
     return named | {
@@ -49,12 +52,17 @@ def compared(
     workers and the same seed) and the metric at equal gradients and equal time."""
     fewest = min(record["gradient_steps"] for record in records.values())
     shortest = min(record["wall_s"] for record in records.values())
+    alone = len(records) == 1  # equal to nothing
     return {
         name: record
         | _to_target(_target_of(record, records), lines[name], higher_is_better)
         | {
-            "metric_at_equal_gradients": _metric_within(lines[name], "gradient_steps", fewest),
-            "metric_at_equal_time": _metric_within(lines[name], "time_s", shortest),
+            "metric_at_equal_gradients": None
+            if alone
+            else _metric_within(lines[name], "gradient_steps", fewest),
+            "metric_at_equal_time": None
+            if alone
+            else _metric_within(lines[name], "time_s", shortest),
         }
         for name, record in records.items()
     }

@@ -22,9 +22,10 @@ class Timeline:
     def pause(self) -> None:
         self._past = self._now()
 
-    def go_on(self) -> None:
+    def go_on(self, at: float | None = None) -> None:
+        """`at`: where a resumed run's training seconds stand."""
         self._zero = time.perf_counter()
-        self._free = self._past
+        self._free = self._past = self._past if at is None else at
 
     def before_step(self) -> None:
         ledger = self._opt.ledger

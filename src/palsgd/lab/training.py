@@ -68,6 +68,7 @@ class Trainer:
         elif self.rank == 0:
             folder.clear()
             folder.create(self._config())
+        self._go_on()
         self.opt.after_exchange(self._record)
 
     # -- the loop --------------------------------------------------------------------------------
@@ -121,14 +122,19 @@ class Trainer:
         return self.model.no_sync()
 
     def _now_and_then(self) -> None:
-        """Between rounds: evaluate, save."""
-        if not (self.opt.synced or self._warming_up()):
+        """Between rounds: evaluate, save. The end is seen to in train()."""
+        if self.opt.clock >= self.steps or not (self.opt.synced or self._warming_up()):
             return
-        due = self.opt.clock - self._evaluated_at >= self._every
-        if due and self.opt.clock < self.steps:
+        due = self._evaluation_is_due()
+        if due:
             self._evaluate()
         if self._checkpoint_is_due(due):
             self._save()
+
+    def _evaluation_is_due(self) -> bool:
+        """At the first exchange at or after each multiple of `every`, as in a simulation. A
+        checkpoint comes after the evaluations due by then, so a resumed run has the same ones."""
+        return self.opt.clock // self._every > self._evaluated_at // self._every
 
     def _warming_up(self) -> bool:
         return self.settings.method == "ddp" or self.opt.clock <= self.settings.warmup_steps
@@ -146,7 +152,7 @@ class Trainer:
         recording sends nothing in between."""
         clock = self.opt.clock
         warming_up = clock <= self.settings.warmup_steps or self.settings.method == "ddp"
-        due = self._evaluated_at + self._every <= clock or clock >= self.steps
+        due = self._evaluation_is_due() or clock >= self.steps
         if warming_up and not due and clock % max(1, self.steps // WARMUP_LINES):
             return
         ledger, settings = self.opt.ledger, self.settings
@@ -177,17 +183,22 @@ class Trainer:
             totals = self.workload.totals(self.net, part=self.rank, parts=self.world)
         dist.all_reduce(totals)
         loss, metric = self.workload.score(totals)
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, self._records)
-        self._records, self._evaluated_at = [], self.opt.clock
-        lines = [_joined(parts) for parts in zip(*everyone, strict=True)]
-        if not lines:  # before the first step
+        lines = self._joined_records()
+        if self.opt.clock == 0:
             lines = [_start_line(self.settings, self.steps, self.world)]
+        self._evaluated_at = self.opt.clock
         lines[-1] |= {"loss": loss, "metric": metric}
         if self.rank == 0:
             self.folder.append("metrics", lines)
             self._keep_if_best(metric)
         self._go_on()
+
+    def _joined_records(self) -> list[dict[str, Any]]:
+        """Lines from what all ranks recorded since they last asked."""
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, self._records)
+        self._records = []
+        return [_joined(parts) for parts in zip(*everyone, strict=True)]
 
     def _pause(self) -> None:
         if self.workload.device.type == "cuda":
@@ -229,9 +240,10 @@ class Trainer:
         self._pause()
         place = self.folder.checkpoints / f"step-{self.opt.clock}"
         palsgd.checkpoint.save(place, self.net, self.opt)
-        torch.save(torch.get_rng_state(), place / f"rng-{self.rank}.pt")
-        dist.barrier()
+        torch.save(self._own_state(), place / f"rank-{self.rank}.pt")
+        lines = self._joined_records()  # all ranks have written once this is through
         if self.rank == 0:
+            self.folder.append("metrics", lines)
             latest = {"step": self.opt.clock, "time_s": self._seconds, "best": self._best}
             write_json(self.folder.checkpoints / "latest.json", latest)
             for old in self.folder.checkpoints.glob("step-*"):
@@ -240,16 +252,34 @@ class Trainer:
         self._saved_at = self.opt.clock
         self._go_on()
 
+    def _own_state(self) -> dict[str, Any]:
+        """What this rank has beside model and optimizer."""
+        gpu = self.workload.device.type == "cuda"
+        return {
+            "rng": torch.get_rng_state(),
+            "gpu_rng": torch.cuda.get_rng_state(self.workload.device) if gpu else None,
+            "loss": self._loss,
+            "losses": self._losses,
+        }
+
+    def _load_own_state(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        torch.set_rng_state(state["rng"])
+        if state["gpu_rng"] is not None and self.workload.device.type == "cuda":
+            torch.cuda.set_rng_state(state["gpu_rng"], self.workload.device)
+        self._loss.copy_(state["loss"])
+        self._losses = state["losses"]
+
     def _resume(self) -> None:
         latest = json.loads((self.folder.checkpoints / "latest.json").read_text())
         place = self.folder.checkpoints / f"step-{latest['step']}"
         palsgd.checkpoint.load(place, self.net, self.opt)
-        torch.set_rng_state(torch.load(place / f"rng-{self.rank}.pt", weights_only=True))
+        self._load_own_state(place / f"rank-{self.rank}.pt")
         self._seconds, self._best = latest["time_s"], latest["best"]
+        self._timeline.go_on(at=self._seconds)
         self._evaluated_at = self._saved_at = self.opt.clock
         if self.rank == 0:
             self.folder.keep_lines(until_step=self.opt.clock)
-        dist.barrier()
 
 
 def run_config(
