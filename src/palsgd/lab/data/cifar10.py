@@ -4,13 +4,14 @@ import json
 import lzma
 import pickle
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from palsgd.lab.data import moving
 
 _BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -70,15 +71,7 @@ def download(folder: Path) -> None:
 
 
 def normalized(images: Tensor) -> Tensor:
-    scale, shift = _normalization(str(images.device))
-    return images * scale - shift
-
-
-@cache
-def _normalization(device: str) -> tuple[Tensor, Tensor]:
-    """(x / 255 - mean) / std as one product and one difference."""
-    mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (_MEAN, _STD))
-    return 1 / (255 * std), mean / std
+    return moving.normalized(images, _MEAN, _STD)
 
 
 def _original(place: Path, name: str) -> Split:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palsgd.lab.data.moving import sent
+
 CHANCES = (11, 4)  # uniform numbers for one crop: ten tries at a box, then mirrored or not
 
 
@@ -50,7 +52,7 @@ def zoomed(images: Tensor, crops: Sequence[Crop], resolution: int) -> Tensor:
     ]
     shape = [len(images), images.shape[1], resolution, resolution]
     grid = torch.nn.functional.affine_grid(
-        torch.tensor(maps, device=images.device), shape, align_corners=False
+        sent(torch.tensor(maps), images.device), shape, align_corners=False
     )
     return torch.nn.functional.grid_sample(
         images.float(), grid, padding_mode="border", align_corners=False
@@ -64,7 +66,7 @@ def shifted(padded: Tensor, which: Tensor, random: np.random.Generator, size: in
     pixels = np.arange(size)
     mirrored = random.random((count, 1)) < 0.5
     columns = left + np.where(mirrored, pixels[::-1], pixels)
-    rows, columns = (torch.from_numpy(x).to(padded.device) for x in (top + pixels, columns))
+    rows, columns = (sent(torch.from_numpy(x), padded.device) for x in (top + pixels, columns))
     channels = torch.arange(padded.shape[1], device=padded.device)[:, None, None]
     return padded[
         which[:, None, None, None], channels, rows[:, None, :, None], columns[:, None, None]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palsgd.lab.data import moving
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import batch_indices, random_stream
 
@@ -87,7 +88,8 @@ class FromFiles(Photographs):
 
     def _collect(self, begun: list[Future]) -> tuple[Tensor, Tensor]:
         images, labels = zip(*(each.result() for each in begun), strict=True)
-        return normalized(_pixels(images).to(self._device)), torch.tensor(labels).to(self._device)
+        pixels = moving.sent(_pixels(images), self._device)
+        return normalized(pixels), moving.sent(torch.tensor(labels), self._device)
 
 
 class InMemory(Photographs):
@@ -100,11 +102,11 @@ class InMemory(Photographs):
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
         which, chances = self._drawn(worker, workers, size, index)
-        images = self._images[which.to(self._device)]
+        which = moving.sent(which, self._device)
+        images = self._images[which]
         height, width = images.shape[2:]
         crops = [random_crop(height, width, chance) for chance in chances]
-        labels = self._labels[which.to(self._device)]
-        return normalized(zoomed(images, crops, self._resolution)), labels
+        return normalized(zoomed(images, crops, self._resolution)), self._labels[which]
 
     def validation(self, part: slice) -> tuple[Tensor, Tensor]:
         view = middle(self._resolution)
@@ -145,9 +147,7 @@ def decoded(folder: Any, i: int) -> Any:
 
 
 def normalized(images: Tensor) -> Tensor:
-    mean = torch.tensor(_MEAN, device=images.device).view(3, 1, 1)
-    std = torch.tensor(_STD, device=images.device).view(3, 1, 1)
-    return (images.float() / 255 - mean) / std
+    return moving.normalized(images, _MEAN, _STD)
 
 
 def _can_be_held(train: Any, val: Any, resolution: int) -> bool:

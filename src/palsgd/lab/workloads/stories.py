@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from palsgd.lab.data.moving import sent
 from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.data.tokens import NOT_A_TARGET
@@ -54,8 +55,9 @@ class Stories(Language):
 
     def _rows(self, words: np.ndarray, lengths: np.ndarray) -> Batch:
         """The first word is predicted from END, END from the last word."""
-        targets = torch.from_numpy(words).to(self.device)
+        targets = torch.from_numpy(words)
         inputs = targets.roll(1, dims=1)
         inputs[:, 0] = 0
         behind = torch.arange(words.shape[1]) >= torch.from_numpy(lengths)[:, None]
-        return inputs, targets.masked_fill(behind.to(self.device), NOT_A_TARGET)
+        targets = targets.masked_fill(behind, NOT_A_TARGET)
+        return sent(inputs, self.device), sent(targets, self.device)
