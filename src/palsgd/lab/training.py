@@ -297,7 +297,7 @@ def run_config(
         "engine": engine,
         "metric": workload.metric,
         "higher_is_better": workload.higher_is_better,
-        "floor": workload.floor,
+        "floor": None if workload.floor is None else float(workload.floor),
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
 
