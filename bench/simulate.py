@@ -32,7 +32,7 @@ from torch import nn
 import palsgd
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.simulator.batches import Batches
-from palsgd.simulator.exact import run_exact
+from palsgd.simulator.exact import run_exact, seeded
 from palsgd.simulator.program import fastest_convolutions
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.vectorized import Run, Vectorized
@@ -150,7 +150,8 @@ def exact_step(problem, workers):
         settle(problem.device)
         start = time.perf_counter()
         result = run_exact(
-            models=models, steps=steps, loss=problem.loss, method=problem.method, seed=0,
+            models=models, steps=steps, loss=problem.loss, method=problem.method,
+            rngs=[seeded(k, torch.device(problem.device)) for k in range(workers)],
             batches=[Batches(data.__getitem__, k) for k in range(workers)],
             recorder=Recorder(None, 1, progress=False),
         )  # fmt: skip

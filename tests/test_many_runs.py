@@ -1,6 +1,8 @@
 """Many runs in one stacked program against each run by itself."""
 
+import itertools
 import logging
+import time
 from functools import partial
 
 import numpy as np
@@ -77,12 +79,12 @@ def test_at_once_splits_a_grid_and_changes_nothing():
         np.testing.assert_allclose(vector(a.model), vector(b.model), rtol=1e-9)
 
 
-def test_runs_of_unequal_shape_go_one_after_another_with_the_reason(caplog):
-    runs = [{}, {"method": partial(palsgd_with, sync_every=16)}]
+def test_runs_of_unequal_shape_share_programs_with_their_like_and_the_log_says_why(caplog):
+    runs = [{}, {"method": partial(palsgd_with, sync_every=16)}, {"seed": 4}]
     with caplog.at_level(logging.WARNING, "palsgd"):
         results = palsgd.simulate_many(runs, **COMMON)
-    assert "one run after another, because run 1 differs from run 0 in sync_every" in caplog.text
-    assert [r.engine for r in results] == ["vectorized", "vectorized"]
+    assert "2 programs, because runs differ in sync_every (8 and 16)" in caplog.text
+    assert [r.engine for r in results] == ["vectorized"] * 3
     for run, result in zip(runs, results, strict=True):
         check(result, alone(run), rtol=1e-9)
 
@@ -98,7 +100,7 @@ def test_runs_of_unequal_shape_go_one_after_another_with_the_reason(caplog):
 def test_settings_that_a_program_shares_must_be_equal(change, named, caplog):
     with caplog.at_level(logging.WARNING, "palsgd"):
         palsgd.simulate_many([{}, {"method": partial(palsgd_with, **change)}], **COMMON)
-    assert f"differs from run 0 in {named}" in caplog.text
+    assert f"2 programs, because runs differ in {named}" in caplog.text
 
 
 def test_runs_with_other_frozen_weights_do_not_share_a_program(caplog):
@@ -109,7 +111,7 @@ def test_runs_with_other_frozen_weights_do_not_share_a_program(caplog):
 
     with caplog.at_level(logging.WARNING, "palsgd"):
         results = palsgd.simulate_many([{}, {"seed": 1}], **{**COMMON, "model": model})
-    assert "run 1 has another model.0.weight, which is not trained" in caplog.text
+    assert "runs differ in model.0.weight, which is not trained" in caplog.text
     check(results[1], alone({"seed": 1}, model=model), rtol=1e-7, atol=1e-9)
 
 
@@ -132,9 +134,39 @@ def test_an_unknown_key_or_a_missing_method_is_refused_by_name():
         palsgd.simulate_many([{}], **{**COMMON, "method": None})
 
 
-def test_a_nan_in_one_run_names_its_worker():
-    def broken(worker):
-        return [(x * (float("nan") if worker == 1 else 1.0), y) for x, y in batches(worker)]
+def nan_at_worker_1(worker):
+    return [(x * (float("nan") if worker == 1 else 1.0), y) for x, y in batches(worker)]
 
-    with pytest.raises(palsgd.NonFiniteError, match="loss of worker 1"):
-        palsgd.simulate_many([{}, {"data": broken}], **COMMON, vectorize=True)
+
+def three_batches(worker):
+    return iter(batches(worker)[:3])
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(nan_at_worker_1, "loss of worker 1 is nan"), (three_batches, "worker 0 ran dry after 3")],
+)
+def test_a_run_that_fails_ends_alone_and_says_why(vectorize, data, reason):
+    good, bad, other = palsgd.simulate_many(
+        [{}, {"data": data}, {"seed": 5}], **COMMON, vectorize=vectorize
+    )
+    assert reason in str(bad.error)
+    for run, result in (({}, good), ({"seed": 5}, other)):
+        assert result.error is None
+        np.testing.assert_allclose(vector(result.model), vector(alone(run).model), rtol=1e-9)
+    with pytest.raises(type(bad.error), match=reason):
+        palsgd.simulate(**{**COMMON, "data": data, "vectorize": vectorize})
+
+
+def test_seconds_leave_out_the_evaluations_of_all_runs():
+    def evaluate(model):
+        time.sleep(0.03)
+        return 0.0
+
+    results = palsgd.simulate_many([{"seed": s} for s in range(4)], **COMMON, evaluate=evaluate)
+    slept = 0.03 * sum("metric" in entry for r in results for entry in r.history)
+    assert slept > 1
+    assert all(r.history[-1]["seconds"] < slept for r in results)
+    assert all(a["seconds"] <= b["seconds"] for r in results
+               for a, b in itertools.pairwise(r.history))  # fmt: skip

@@ -1,6 +1,7 @@
 """The vectorized engine against the exact one."""
 
 import logging
+import re
 from functools import partial
 
 import numpy as np
@@ -304,3 +305,139 @@ def test_falling_back_does_not_lose_the_first_batch():
         )  # fmt: skip
 
     np.testing.assert_array_equal(vector(run("auto").model), vector(run(False).model))
+
+
+class Averaging(nn.Linear):
+    """Keeps a mean of its inputs, which it replaces at each pass."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x - self.mean)
+
+
+class Counting(nn.Linear):
+    """Divides by how often it was called."""
+
+    def __init__(self, persistent):
+        super().__init__(4, 3)
+        self.calls = 0
+        self.register_buffer("passes", torch.zeros(()), persistent=False)
+        self._own = persistent
+
+    def forward(self, x):
+        if self._own:
+            self.calls += 1
+        else:
+            self.passes += 1
+        return super().forward(x) / (1 + self.calls + self.passes)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Averaging, "mean is replaced by the forward pass"),
+        (partial(Counting, True), "changes model.calls"),
+        (partial(Counting, False), "changes model.passes|in-place"),
+    ],
+)
+def test_what_a_stacked_program_would_get_wrong_runs_exactly_as_if_it_had_not_been_tried(
+    model, reason, caplog
+):
+    def run(vectorize):
+        return palsgd.simulate(
+            workers=2, steps=9, model=model, loss=mse, vectorize=vectorize,
+            data=partial(batches, dtype=torch.float32),
+            method=lambda m: palsgd.LocalSGD(m, INNER["sgd"](m.parameters()), sync_every=4),
+        )  # fmt: skip
+
+    with caplog.at_level(logging.WARNING, "palsgd"):
+        fast = run("auto")
+    assert fast.engine == "exact"
+    assert re.search(reason, caplog.text)
+    np.testing.assert_array_equal(vector(fast.model), vector(run(False).model))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_act_on_every_worker(kind):
+    def halve(x):  # a gradient, or a parameter that has one
+        return x * 0.5 if kind == "register_hook" else [x.grad.mul_(0.5)][1:] or None
+
+    def run(method_hooks):
+        def method(model):
+            if method_hooks:
+                getattr(model.weight, kind)(halve)
+            return palsgd.LocalSGD(model, INNER["sgd"](model.parameters()), sync_every=4)
+
+        def model():
+            built = linear()
+            if not method_hooks:
+                getattr(built.weight, kind)(halve)
+            return built
+
+        return palsgd.simulate(
+            workers=2, steps=9, model=model, loss=mse, data=batches, method=method
+        )
+
+    assert run(True).engine == "exact"
+    with pytest.raises(ValueError, match="register them in method"):
+        run(False)
+
+
+def test_falling_back_leaves_the_random_numbers_of_the_data_alone():
+    def data(worker):
+        while True:
+            yield torch.randn(5, 4), torch.randn(5, 3)
+
+    def loss(model, batch):
+        return mse(model, batch) * (1 if float(mse(model, batch).detach()) > -1 else 0)
+
+    def run(vectorize):
+        return palsgd.simulate(
+            workers=2, steps=9, model=partial(linear, torch.float32), loss=loss, data=data,
+            method=lambda m: palsgd.LocalSGD(m, INNER["sgd"](m.parameters()), sync_every=4),
+            vectorize=vectorize,
+        )  # fmt: skip
+
+    assert run("auto").engine == "exact"
+    np.testing.assert_array_equal(vector(run("auto").model), vector(run(False).model))
+
+
+def test_a_schedule_of_more_than_the_learning_rate_is_refused():
+    class Decaying(torch.optim.lr_scheduler.LRScheduler):
+        def get_lr(self):
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = 0.1 * self.last_epoch
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+    with pytest.raises(ValueError, match="schedule changes more than the learning rate"):
+        both(linear, "balanced", "sgd", scheduler=Decaying)
+
+
+def test_small_buckets_count_as_many_messages_in_both_engines():
+    check(*both(linear, "balanced", "sgd", bucket_mb=5e-5))
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_expanded_gradient_is_clipped_like_any_other(workers):
+    def mean(model, batch):
+        return model(batch[0]).mean()
+
+    check(*both(linear, "balanced", "sgd", workers=workers, max_norm=0.01, loss=mean))
+
+
+def test_batches_whose_keys_change_are_taken_one_worker_after_another():
+    def data(worker):
+        found = [{"x": x, "y": y} for x, y in batches(worker)]
+        for i, each in enumerate(found):
+            if (i + worker) % 3 == 2:
+                each["note"] = torch.zeros(1)
+        return found
+
+    def loss(model, batch):
+        return mse(model, (batch["x"], batch["y"]))
+
+    check(*both(linear, "balanced", "sgd", data=data, loss=loss))

@@ -146,7 +146,7 @@ class LocalOptimizer(Optimizer):
         self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
     ) -> None:
         """Have `scheduler` stepped once per tick of the clock, mixing steps included."""
-        if callable(scheduler) and not hasattr(scheduler, "step"):
+        if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
             scheduler = scheduler(self)
         if scheduler is not None and not hasattr(scheduler, "step"):
             raise ValueError(

@@ -8,6 +8,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+class DryError(ValueError):
+    """A worker's data ended before its training."""
+
+
 class Batches:
     """Batches of one worker; a list or loader starts over at its end."""
 
@@ -39,7 +43,7 @@ class Batches:
         try:
             return next(self._iterator)
         except StopIteration:
-            raise ValueError(
+            raise DryError(
                 f"the data of worker {self._worker} ran dry after {self._taken} batches; let "
                 "data(worker) return an endless iterator, or a list or loader that can start over"
             ) from None

@@ -18,6 +18,8 @@ from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
 from palsgd.transport import ambient, check_agreement
 
+Randomness = dict[str, Any]  # the state of torch's generators, on a device
+
 
 class SimulatedTransport:
     """A place among K workers. The engine averages; nothing is ever asked of it here."""
@@ -68,7 +70,7 @@ class Worker:
         transport: SimulatedTransport,
         loss: Callable[[nn.Module, Any], Tensor],
         batches: Batches,
-        seed: int,
+        rng: Randomness,
     ):
         self.opt = built(method, model, transport)
         self.model = model
@@ -76,12 +78,12 @@ class Worker:
         self.metrics: list[Any] = []
         self.notes: list[Note] = []  # one per exchange
         self._worker, self._loss, self._batches = transport.worker, loss, batches
-        self._rng = _seeded(seed, next(model.parameters()).device)
+        self._rng = rng
         self._life: Generator[list[Tensor], int, None] | None = None
 
     def advance(self, steps: int, sent: int) -> list[Tensor] | None:
         """Run to the next mean that is due; None at the end of training."""
-        with _own_randomness(self._rng):
+        with own_randomness(self._rng):
             if self._life is None:
                 self._life = self._train(steps)
                 return next(self._life, None)
@@ -98,7 +100,7 @@ class Worker:
             loss = self._loss(self.model, moved(self._batches.next(), core.replica.device))
             check_loss(loss, self._worker, core.gradient_steps)
             loss.backward()
-            self.losses.append(loss.detach())
+            self.losses.append(loss.detach().reshape(()))
             yield from torch.no_grad()(core.step)()
             opt.zero_grad()
 
@@ -110,7 +112,7 @@ def run_exact(
     loss: Callable[[nn.Module, Any], Tensor],
     batches: list[Batches],
     method: Callable[[nn.Module], LocalOptimizer],
-    seed: int,
+    rngs: list[Randomness],
     recorder: Recorder,
 ) -> Result:
     settings: list[dict[str, Any]] = []
@@ -121,7 +123,7 @@ def run_exact(
             SimulatedTransport(k, len(models), settings),
             loss,
             batches[k],
-            seed + k,
+            rngs[k],
         )
         for k, model in enumerate(models)
     ]
@@ -208,20 +210,20 @@ def mean_(requests: list[list[Tensor] | None], clock: int) -> int:
     return sum(t.nbytes for t in lists[0])
 
 
-def _seeded(seed: int, device: torch.device) -> dict[str, Any]:
+def seeded(seed: int, device: torch.device) -> Randomness:
     """The state of torch's generators right after torch.manual_seed(seed)."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         return _rng_state(device)
 
 
-def _rng_state(device: torch.device) -> dict[str, Any]:
+def _rng_state(device: torch.device) -> Randomness:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"cpu": torch.get_rng_state(), "cuda": cuda, "device": device}
 
 
 @contextmanager
-def _own_randomness(state: dict[str, Any]) -> Iterator[None]:
+def own_randomness(state: Randomness) -> Iterator[None]:
     """torch's generators as this worker left them, and back: nobody else draws from them."""
     outside = _rng_state(state["device"])
     _set_rng(state)
@@ -232,7 +234,7 @@ def _own_randomness(state: dict[str, Any]) -> Iterator[None]:
         _set_rng(outside)
 
 
-def _set_rng(state: dict[str, Any]) -> None:
+def _set_rng(state: Randomness) -> None:
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], state["device"])

@@ -24,8 +24,9 @@ from palsgd.simulator.program import (
     CannotVectorizeError,
     UnequalBatchesError,
     as_it_is,
-    clip_each_,
+    clipped,
     first_line,
+    plain_attributes,
     stacked_batch,
 )
 from palsgd.simulator.stacked import StackedAdam, StackedSGD, Step
@@ -98,8 +99,8 @@ class Lanes:
     def _loss_of(self, trained: list[Tensor], held: dict[str, Tensor], batch: Any) -> Tensor:
         weights = dict(zip(self._names, trained, strict=True))
         loss = functional_call(self._module, (weights, held, self._constant), (batch,))
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {tuple(loss.shape)}")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError("the loss is not one number")
         return loss.reshape(())
 
     # -- gradients -------------------------------------------------------------------------------
@@ -115,8 +116,7 @@ class Lanes:
             grads, losses = self._differentiate(
                 self._sharing, self.params, self._by_run(self.buffers), self._by_run(batch)
             )
-            torch._foreach_div_(grads, self.workers)
-            return grads, losses
+            return list(torch._foreach_div(grads, self.workers)), losses
         if len(who) == self.count:
             return self._differentiate(self._own, self.params, self.buffers, batch)
         held = {name: b[who] for name, b in self.buffers.items()}
@@ -159,45 +159,68 @@ class Lanes:
 
     def try_gradient(self, batches: list[Any]) -> None:
         """Raise CannotVectorizeError if this model cannot be stacked; nothing changes."""
-        saved = {name: b.clone() for name, b in self.buffers.items()}
-        everyone = list(range(self.count))
+        outside = self._module, self.buffers, self._constant
+        self._module = copy.deepcopy(self._module)
+        self._constant = {name: x.clone() for name, x in self._constant.items()}
         try:
-            try:
-                self.gradients(everyone, batches)
-            except (RuntimeError, TypeError) as error:
-                if not self.compiled:
-                    raise
-                log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
-                self.compile(False)
-                self.gradients(everyone, batches)
-            self._compare_with_backward(batches[0])
+            self.buffers = _clones(outside[1])
+            self._try_all(batches)
+            self._check_unchanged(pristine=outside[0], constant=outside[2])
+            self.buffers = _clones(outside[1])
+            self._compare_with_backward(batches[0], pristine=outside[0])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
         finally:
-            for name, old in saved.items():
-                self.buffers[name].copy_(old)
+            self._module, self.buffers, self._constant = outside
 
-    def _compare_with_backward(self, batch: Any) -> None:
+    def _try_all(self, batches: list[Any]) -> None:
+        everyone = list(range(self.count))
+        try:
+            self.gradients(everyone, batches)
+        except (RuntimeError, TypeError) as error:
+            if not self.compiled:
+                raise
+            log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
+            self.compile(False)
+            self.gradients(everyone, batches)
+
+    def _compare_with_backward(self, batch: Any, pristine: nn.Module) -> None:
         """Refuse a model whose stacked program is not what backward() computes: an unused
-        parameter (no gradient is not a zero one), or one that the module reaches by another way."""
-        first, second = self._plain_gradients(batch), self._plain_gradients(batch)
+        parameter (no gradient is not a zero one), one that the module reaches by another way, or a
+        buffer that it replaces rather than changes."""
+        (first, left), (second, _) = (self._plain_gradients(batch, pristine) for _ in range(2))
         grads, _ = self.one_gradient(0, batch)
+        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+            return  # dropout: nothing to compare
         largest = max(float(a.norm()) for a in first)
-        for name, a, b, g in zip(self._names, first, second, grads, strict=True):
-            # What repeats bit for bit has no dropout; a norm far below the largest is rounding.
-            difference = float((a - g[0]).norm())
-            if torch.equal(a, b) and difference > 0.05 * float(a.norm()) + 1e-4 * largest:
+        for name, a, g in zip(self._names, first, grads, strict=True):
+            # a norm far below the largest is rounding
+            if float((a - g[0]).norm()) > 0.05 * float(a.norm()) + 1e-4 * largest:
                 raise ValueError(f"the stacked gradient of {name} is not that of backward()")
+        for name, own in self.buffers.items():
+            if not torch.allclose(own[0].double(), left[name].double(), rtol=0.01, atol=1e-4):
+                raise ValueError(f"{name} is replaced by the forward pass, not changed in place")
 
-    def _plain_gradients(self, batch: Any) -> list[Tensor]:
-        module = copy.deepcopy(self._module)
+    def _plain_gradients(
+        self, batch: Any, pristine: nn.Module
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """What backward() computes, and the buffers after it."""
+        module = copy.deepcopy(pristine)
         with torch.enable_grad():
             module(moved(batch, self.device)).backward()
         found = {name: p.grad for name, p in module.named_parameters()}
         missing = [name for name in self._names if found[name] is None]
         if missing:
             raise ValueError(f"{missing[0]} gets no gradient")
-        return [found[name] for name in self._names]  # type: ignore[misc]
+        return [found[name] for name in self._names], dict(module.named_buffers())  # type: ignore[misc]
+
+    def _check_unchanged(self, pristine: nn.Module, constant: dict[str, Tensor]) -> None:
+        """Refuse a forward pass that changes what all lanes share."""
+        before, after = plain_attributes(pristine), plain_attributes(self._module)
+        changed = [name for name in before if before[name] != after.get(name)]
+        changed += [n for n, x in constant.items() if not torch.equal(x, self._constant[n])]
+        if changed:
+            raise ValueError(f"the forward pass changes {changed[0]}, which workers would share")
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -210,7 +233,7 @@ class Lanes:
     ) -> None:
         """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
         if max_norm is not None:
-            clip_each_(grads, max_norm)
+            grads = clipped(grads, max_norm)
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
             self._step(self.params, grads, columns, self.state)
@@ -239,6 +262,10 @@ class Lanes:
             if not all(bool(s[lane].isfinite().all()) for s in kept):
                 for s in kept:
                     s[lane] = 0
+
+
+def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in tensors.items()}
 
 
 def _batched_attention(device: torch.device) -> AbstractContextManager[Any]:

@@ -44,12 +44,16 @@ def check_plain(model: nn.Module, opt: LocalOptimizer) -> None:
     inner, scheduler = opt.inner, opt._core.scheduler
     if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
         raise CannotVectorizeError("the inner optimizer has step hooks")
-    if any(p._backward_hooks for p in model.parameters()):
+    if any(has_hooks(p) for p in model.parameters()):
         raise CannotVectorizeError("parameters have hooks")
     if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):
         raise CannotVectorizeError("a module is registered under two names")
     if getattr(scheduler, "cycle_momentum", False):
         raise CannotVectorizeError(f"{type(scheduler).__name__} moves more than the learning rate")
+
+
+def has_hooks(param: Tensor) -> bool:
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def turns_of(plan: list[bool]) -> list[Turn]:
@@ -64,12 +68,12 @@ def turns_of(plan: list[bool]) -> list[Turn]:
     return turns
 
 
-def clip_each_(grads: list[Tensor], max_norm: float) -> None:
-    """torch.nn.utils.clip_grad_norm_, for each worker by itself."""
+def clipped(grads: list[Tensor], max_norm: float) -> list[Tensor]:
+    """As torch.nn.utils.clip_grad_norm_, each worker by its own norm. Not in place: a gradient may
+    be an expanded tensor."""
     norms = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
     scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-    for g in grads:
-        g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+    return [g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1)) for g in grads]
 
 
 def first_line(error: Exception) -> str:
@@ -94,9 +98,23 @@ def as_it_is(program: Callable) -> Callable:
 def stacked_batch(batches: list[Any]) -> Any:
     """One batch whose leaves have the worker axis. Moved to the device only then, in one go."""
     try:
-        return pytree.tree_map(
-            lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
-            *batches,
-        )
-    except RuntimeError as error:
+        return pytree.tree_map(_stacked_leaf, *batches)
+    except (RuntimeError, ValueError) as error:  # other shapes, or other keys
         raise UnequalBatchesError(first_line(error)) from error
+
+
+def _stacked_leaf(*leaves: Any) -> Tensor:
+    if not isinstance(leaves[0], Tensor):
+        raise TypeError(f"a batch holds a {type(leaves[0]).__name__}; tensors alone can be stacked")
+    return torch.stack(leaves)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers and the like that modules keep: a count of calls, say, which a stacked program would
+    advance once where K workers advance it K times."""
+    return {
+        f"{name}.{key}": value
+        for name, each in module.named_modules()
+        for key, value in vars(each).items()
+        if isinstance(value, int | float | str | bool | None) and not key.startswith("__")
+    }

@@ -3,8 +3,8 @@
 import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,16 +16,33 @@ Evaluate = Callable[[nn.Module], Any]
 Every = int | Callable[[int], bool]
 
 
+class Watch:
+    """Seconds of simulation, evaluation excluded; runs of one program share one."""
+
+    def __init__(self) -> None:
+        self.began, self._evaluating = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began - self._evaluating
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._evaluating += time.monotonic() - began
+
+
 class Recorder:
     def __init__(self, evaluate: Evaluate | None, evaluate_every: Every, progress: bool | None):
         self.history: list[dict[str, Any]] = []
         self._evaluate, self._every = evaluate, evaluate_every
         self.bar = sys.stderr.isatty() if progress is None else progress
-        self._steps, self._began, self._shown = 0, 0.0, 0.0
-        self._evaluating = 0.0  # seconds
+        self._steps, self._shown, self._watch = 0, 0.0, Watch()
 
-    def begin(self, steps: int) -> None:
-        self._steps, self._began = steps, time.monotonic()
+    def begin(self, steps: int, watch: Watch | None = None) -> None:
+        self._steps, self._watch = steps, watch or Watch()
 
     def add(
         self,
@@ -46,7 +63,7 @@ class Recorder:
             "bytes_sent": ledger.bytes_sent,
             "gradient_steps": ledger.gradient_steps,
             "syncs": ledger.syncs,
-            "seconds": time.monotonic() - self._began - self._evaluating,
+            "seconds": self._watch.seconds(),
         }
         if metric is not None:
             entry["metric"] = metric
@@ -57,13 +74,11 @@ class Recorder:
         """The metric of the global model, which `show` gives, where one is due."""
         if self._evaluate is None or not (clock >= self._steps or self._is_due(clock)):
             return None
-        began = time.monotonic()
-        with show() as model, torch.random.fork_rng():
+        with self._watch.evaluating(), show() as model, torch.random.fork_rng():
             modes = [(module, module.training) for module in model.modules()]
             value = self._evaluate(model)
             for module, training in modes:  # an evaluation that calls eval() ends there
                 module.training = training
-        self._evaluating += time.monotonic() - began
         return float(value) if isinstance(value, Tensor) else value
 
     def _is_due(self, clock: int) -> bool:
@@ -77,10 +92,14 @@ class Recorder:
 
     def _draw(self, clock: int) -> None:
         now = time.monotonic()
-        if not self.bar or now - self._began < 1 or (now - self._shown < 0.2 < self._steps - clock):
+        if (
+            not self.bar
+            or now - self._watch.began < 1
+            or (now - self._shown < 0.2 < self._steps - clock)
+        ):
             return
         self._shown = now
-        rate = clock / (now - self._began)
+        rate = clock / (now - self._watch.began)
         filled = 30 * clock // self._steps
         print(
             f"\r[{'#' * filled}{'.' * (30 - filled)}] {clock}/{self._steps} steps, "

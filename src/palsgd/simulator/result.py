@@ -23,6 +23,7 @@ class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
     ledgers: list[Ledger] = field(default_factory=list)  # one per worker
     optimizers: list[Any] = field(default_factory=list)  # one per worker; exact engine only
+    error: Exception | None = None  # why it ended early (simulate_many; simulate raises it)
 
     @property
     def ledger(self) -> Ledger:

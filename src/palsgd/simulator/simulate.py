@@ -5,19 +5,21 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from palsgd.draws import one_of, whole
+from palsgd.errors import NonFiniteError
 from palsgd.optimizer import LocalOptimizer
-from palsgd.simulator.batches import Batches
-from palsgd.simulator.exact import run_exact
-from palsgd.simulator.program import CannotVectorizeError
+from palsgd.simulator.batches import Batches, DryError
+from palsgd.simulator.exact import Randomness, own_randomness, run_exact, seeded
+from palsgd.simulator.program import CannotVectorizeError, has_hooks
 from palsgd.simulator.record import Evaluate, Every, Recorder
 from palsgd.simulator.result import Result
-from palsgd.simulator.vectorized import Run, Vectorized, run_vectorized
+from palsgd.simulator.vectorized import Run, Vectorized, alike, run_vectorized
 
 log = logging.getLogger("palsgd")
 
@@ -45,15 +47,16 @@ def simulate(
 
     `model()` builds the network (once, after `torch.manual_seed(seed)`; all workers start from
     it), `loss(model, batch)` is a scalar, `data(worker)` that worker's batches, `method(model)`
-    a palsgd optimizer. Worker k draws its random numbers (dropout) as a process would after
-    `torch.manual_seed(seed + k)`. `evaluate(model)` is called with the global model at every
+    a palsgd optimizer. In the exact engine worker k draws its random numbers (dropout) as a process
+    would after `torch.manual_seed(seed + k)`; the vectorized one draws others of the same kind.
+    `evaluate(model)` is called with the global model at every
     `evaluate_every`-th exchange (or those whose clock `evaluate_every(clock)` picks) and at the
     end; what it returns goes into the history. A progress bar shows on a terminal. With
     `compile` the stacked program goes through torch.compile, which takes half a minute and then
     saves a tenth to a half of each step on a GPU; None does so for long runs on one, a string is
     torch.compile's mode ("reduce-overhead" for CUDA graphs).
     """
-    return simulate_many(
+    (result,) = simulate_many(
         [{}],
         workers=workers,
         steps=steps,
@@ -68,7 +71,10 @@ def simulate(
         evaluate_every=evaluate_every,
         progress=progress,
         compile=compile,
-    )[0]
+    )
+    if result.error is not None:
+        raise result.error
+    return result
 
 
 def simulate_many(
@@ -98,8 +104,9 @@ def simulate_many(
 
     Runs with equal shapes (the same H, warm-up and kind of inner optimizer; learning rates, p,
     eta, outer optimizers, seeds and data are free) share one stacked program, `at_once` of them
-    at a time, by default as many as fit into memory. Others run one after another. What a run
-    does not say is taken from the other arguments, which are those of `simulate`.
+    at a time, by default as many as fit into memory. What a run does not say is taken from the
+    other arguments, which are those of `simulate`. A run that ends early, by a loss that is not
+    finite or data that runs dry, has the reason as `error` in its result; the others go on.
     """
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
@@ -119,6 +126,8 @@ def simulate_many(
     )
     common = {"method": method, "seed": seed, "data": data}
     waiting = [_complete(run, number, common) for number, run in enumerate(runs)]
+    if at_once is not None:
+        at_once = whole("at_once", at_once, least=1)
     results: list[Result] = []
     with torch.random.fork_rng():
         while waiting:
@@ -148,7 +157,14 @@ class Start:
     batches: list[Batches]
     method: OptimizerOf
     seed: int
+    rngs: list[Randomness]  # of the workers, for the exact engine
     recorder: Recorder
+
+    def try_batches(self) -> None:
+        """The first batch of each worker, drawn as the exact engine would."""
+        for source, rng in zip(self.batches, self.rngs, strict=True):
+            with own_randomness(rng):
+                source.peek()
 
 
 @dataclass(kw_only=True)
@@ -170,12 +186,14 @@ class Simulation:
         seed = whole("seed", plan["seed"])
         torch.manual_seed(seed)
         model = self.model() if self.device is None else self.model().to(self.device)
+        check_copies(model)
         check_memory(model, self.workers)
         return Start(
             model=model,
             batches=[Batches(plan["data"], k) for k in range(self.workers)],
             method=plan["method"],
             seed=seed,
+            rngs=[seeded(seed + k, next(model.parameters()).device) for k in range(self.workers)],
             recorder=Recorder(self.evaluate, self.evaluate_every, self.progress),
         )
 
@@ -202,25 +220,46 @@ class Simulation:
             Run(copy.deepcopy(start.model), self.loss, start.batches, start.method, start.recorder)
             for start in starts
         ]
-        for run in runs[1:]:  # they share a clock, and so the first one's bar
-            run.recorder.bar = False
-        on_gpu = next(starts[0].model.parameters()).is_cuda
-        engine = Vectorized(
-            runs, on_gpu and self.steps >= 2000 if self.compile is None else self.compile
-        )
-        engine.try_gradient()
-        torch.manual_seed(starts[0].seed)
-        return run_vectorized(engine, self.steps)
+        engines = [Vectorized(group, self._compiled(starts[0].model)) for group in alike(runs)]
+        for start in starts:
+            start.try_batches()
+        for engine in engines:  # all before the first begins: data cannot be given back
+            engine.try_gradient()
+        found: dict[Run, Result] = {}
+        for engine in engines:
+            for run in engine.runs[1:]:  # they share a clock, and so the first one's bar
+                run.recorder.bar = False
+            torch.manual_seed(starts[runs.index(engine.runs[0])].seed)
+            found |= zip(engine.runs, run_vectorized(engine, self.steps), strict=True)
+        return [found[run] for run in runs]
+
+    def _compiled(self, model: nn.Module) -> bool | str:
+        if self.compile is not None:
+            return self.compile
+        return next(model.parameters()).is_cuda and self.steps >= 2000
 
     def _exact(self, start: Start) -> Result:
-        return run_exact(
-            models=[start.model] + [copy.deepcopy(start.model) for _ in range(self.workers - 1)],
-            steps=self.steps,
-            loss=self.loss,
-            batches=start.batches,
-            method=start.method,
-            seed=start.seed,
-            recorder=start.recorder,
+        try:
+            return run_exact(
+                models=[start.model] + [copy.deepcopy(start.model) for _ in start.batches[1:]],
+                steps=self.steps,
+                loss=self.loss,
+                batches=start.batches,
+                method=start.method,
+                rngs=start.rngs,
+                recorder=start.recorder,
+            )
+        except (NonFiniteError, DryError) as error:
+            history = start.recorder.history
+            return Result(model=start.model, engine="exact", history=history, error=error)
+
+
+def check_copies(model: nn.Module) -> None:
+    """Every worker has a copy of the model, and copies have no hooks."""
+    if any(has_hooks(p) for p in model.parameters()):
+        raise ValueError(
+            "model() gives parameters with hooks, which the workers' copies would lack; register "
+            "them in method(model), which is called for each worker"
         )
 
 
@@ -257,4 +296,14 @@ def memory(model: nn.Module, workers: int) -> tuple[int, int]:
     need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if device.type == "cuda":
         return need, torch.cuda.mem_get_info(device)[0]
-    return need, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return need, _free_memory()
+
+
+def _free_memory() -> int:
+    """What programs can have: on Linux that includes what the system caches files in."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+    if available:
+        return available[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -6,6 +6,7 @@ mixing steps cost no gradient. With balanced draws all have equally many; otherw
 that have fewer sit out the last ones.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.buffers import persistent_buffers
+from palsgd.errors import NonFiniteError
 from palsgd.ledger import Ledger
 from palsgd.method import Method
 from palsgd.optimizer import LocalOptimizer
 from palsgd.pseudo_async import PseudoAsync, collapsed
 from palsgd.roll_call import Attendance, check_finite
-from palsgd.simulator.batches import Batches
+from palsgd.simulator.batches import Batches, DryError
 from palsgd.simulator.exact import SimulatedTransport, built, check_losses
 from palsgd.simulator.lanes import Lanes
 from palsgd.simulator.program import (
@@ -30,9 +32,11 @@ from palsgd.simulator.program import (
     fastest_convolutions,
     turns_of,
 )
-from palsgd.simulator.record import Recorder
+from palsgd.simulator.record import Recorder, Watch
 from palsgd.simulator.result import Result
 from palsgd.simulator.stacked import stacked_optimizer
+
+log = logging.getLogger("palsgd")
 
 
 class Run:
@@ -54,6 +58,9 @@ class Run:
         self.module = LossModule(model, loss)
         self.ledgers = [Ledger() for _ in batches]
         self.rounds = 0
+        self.error: Exception | None = None  # set when it ends early; the others go on
+        self._last: list[Any] = [None] * self.workers
+        self.fixed = self._settings_but_lr()
         self._check()
         named: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         self.names = [named[p] for p in self.core.replica.params]
@@ -66,6 +73,24 @@ class Run:
         check_plain(self.model, self.opt)
         if any(p.dtype != self.core.replica.dtype for p in self.core.replica.params):
             raise CannotVectorizeError("the model is of lower precision than its anchor")
+
+    def batch(self, worker: int) -> Any:
+        """The next batch of a worker; once the run has ended, something of the same shape."""
+        if self.error is None:
+            try:
+                self._last[worker] = self.batches[worker].next()
+            except DryError as dry:
+                self.error = dry
+                if self._last[worker] is None:
+                    raise
+        return self._last[worker]
+
+    def _settings_but_lr(self) -> list[dict[str, Any]]:
+        free = {"params", "lr", "initial_lr"}
+        return [
+            {k: v for k, v in group.items() if k not in free}
+            for group in self.opt.inner.param_groups
+        ]
 
     def group_of(self) -> list[int]:
         groups = self.core.replica.groups
@@ -80,6 +105,11 @@ class Run:
         self.core.clock = clock + 1  # schedules may look at it
         if self.core.scheduler is not None:
             self.core.scheduler.step()
+            if self._settings_but_lr() != self.fixed:
+                raise ValueError(
+                    "the schedule changes more than the learning rate, which stacked workers "
+                    "cannot follow; use vectorize=False"
+                )
         return rates
 
     def turns(self, round: int, start: int, length: int) -> list[list[Turn]]:
@@ -106,24 +136,24 @@ class Run:
             if self.workers > 1:
                 ledger.bytes_sent += sum(elements) * self.core.replica.dtype.itemsize
 
-    def warmup_message(self) -> list[int]:
-        layout, size = self.core.replica.layout, len(self.core.replica.params)
-        return [layout.size + size + self.core.roll_call.size + self._extras()]
+    def warmup_messages(self) -> list[int]:
+        return self._messages(len(self.core.replica.params))
 
     def sync_messages(self) -> list[int]:
+        return self._messages(0)
+
+    def _messages(self, more: int) -> list[int]:
+        """Elements of each; the first carries the roll call, the buffers and `more`."""
         size, width = self.core.replica.layout.size, self.core.bucket_size
         buckets = [min(width, size - low) for low in range(0, max(1, size), width)]
-        buckets[0] += self.core.roll_call.size + self._extras()
+        extras = self.core.buffers.encoded_size if self.core.buffers.averaged else 0
+        buckets[0] += self.core.roll_call.size + extras + more
         return buckets
-
-    def _extras(self) -> int:
-        return self.core.buffers.encoded_size if self.core.buffers.averaged else 0
 
 
 class Vectorized:
     def __init__(self, runs: list[Run], compiled: bool | str):
         first = runs[0]
-        check_alike(runs)
         group_of = first.group_of()
         inner, reason = stacked_optimizer(first.opt.inner, group_of)
         if inner is None:
@@ -147,15 +177,19 @@ class Vectorized:
 
     @torch.no_grad()
     def train(self, steps: int) -> None:
-        while self.clock < steps and self.clock < self.method.warmup_steps:
+        """Until the clock shows `steps`, or no run is left."""
+        while self._goes_on(steps) and self.clock < self.method.warmup_steps:
             self._warmup_step()
-        if self.clock < steps and not self._open:
+        if self._goes_on(steps) and not self._open:
             self._open_local_phase()
-        while self.clock < steps:
+        while self._goes_on(steps):
             first = int(self.clock - self.method.warmup_steps) % self.method.sync_every
             end = min(steps, self.clock - first + self.method.sync_every)
             self._round(end)
             self._sync()
+
+    def _goes_on(self, steps: int) -> bool:
+        return self.clock < steps and any(run.error is None for run in self.runs)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -163,7 +197,7 @@ class Vectorized:
         batches = []
         for lane in who:
             run, k = self._place(lane)
-            batches.append(run.batches[k].next())
+            batches.append(run.batch(k))
             run.ledgers[k].gradient_steps += 1
         grads, losses = self.lanes.gradients(who, batches)
         self._losses.append((who, losses))
@@ -194,7 +228,7 @@ class Vectorized:
             for ledger in run.ledgers:
                 ledger.warmup_steps += 1
                 ledger.syncs += 1
-            run.exchanged(run.warmup_message())
+            run.exchanged(run.warmup_messages())
             self._record(run, mine, [0.0] * self.workers)
 
     def _open_local_phase(self) -> None:
@@ -247,7 +281,11 @@ class Vectorized:
         losses = self._losses_so_far()
         for run, lanes, mine in self._each_run(losses):
             distance = [distances[lane] for lane in lanes]
-            who = self._contributors(run, lanes, mine, distance)
+            try:
+                who = self._contributors(run, lanes, mine, distance)
+            except NonFiniteError as error:  # its lanes go on, unseen: they touch no others
+                run.error = run.error or error
+                continue
             self._global_step(run, lanes, who)
             if run.core.buffers.averaged:
                 self._average_buffers(lanes, who)
@@ -335,7 +373,12 @@ class Vectorized:
 
     def _record(self, run: Run, losses: list[Tensor], distance: list[float]) -> None:
         if not run.core.skip_nonfinite:
-            self._check(run, losses)
+            try:
+                self._check(run, losses)
+            except NonFiniteError as error:
+                run.error = run.error or error
+        if run.error is not None:
+            return
         run.recorder.add(
             clock=self.clock,
             round=run.rounds,
@@ -358,33 +401,46 @@ class Vectorized:
         return nullcontext(run.model)
 
 
-def check_alike(runs: list[Run]) -> None:
-    """Refuse runs that do not fit into one program: shapes, rounds and inner optimizers must be
-    those of the first; learning rates, p, eta, seeds and outer optimizers are each run's own."""
-    first = _shape_of(runs[0])
-    for number, run in enumerate(runs[1:], start=1):
-        for name, value in _shape_of(run).items():
-            if value != first[name]:
-                raise CannotVectorizeError(
-                    f"run {number} differs from run 0 in {name} ({value} and {first[name]})"
-                )
-        for name, x in _constants(runs[0]).items():
-            if not torch.equal(x, _constants(run)[name]):
-                raise CannotVectorizeError(f"run {number} has another {name}, which is not trained")
+def alike(runs: list[Run]) -> list[list[Run]]:
+    """Runs that fit into one program each: shapes, rounds and inner optimizers must be equal;
+    learning rates, p, eta, seeds and outer optimizers are each run's own."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        mates = next((group for group in groups if not _difference(group[0], run)), None)
+        if mates is None:
+            groups.append([run])
+        else:
+            mates.append(run)
+    if len(groups) > 1:
+        log.warning(
+            "palsgd.simulate_many: %d programs, because runs differ in %s",
+            len(groups),
+            _difference(groups[0][0], groups[1][0]),
+        )
+    return groups
+
+
+def _difference(first: Run, other: Run) -> str:
+    """What keeps two runs from sharing a program; empty if nothing does."""
+    mine, theirs = _shape_of(first), _shape_of(other)
+    for name in mine:
+        if mine[name] != theirs[name]:
+            return f"{name} ({mine[name]} and {theirs[name]})"
+    for name, x in _constants(first).items():
+        if not torch.equal(x, _constants(other)[name]):
+            return f"{name}, which is not trained"
+    return ""
 
 
 def _shape_of(run: Run) -> dict[str, Any]:
     core, inner = run.core, run.opt.inner
-    free = {"params", "lr", "initial_lr"}
     return {
         "workers": run.workers,
         "sync_every": run.method.sync_every,
         "warmup_steps": run.method.warmup_steps,
         "max_norm": core.max_norm,
         "inner optimizer": type(inner).__name__,
-        "inner settings": [
-            {k: v for k, v in group.items() if k not in free} for group in inner.param_groups
-        ],
+        "inner settings": run.fixed,
         "parameter groups": core.replica.groups,
         "parameters": [
             (name, tuple(p.shape)) for name, p in zip(run.names, core.replica.params, strict=True)
@@ -399,8 +455,9 @@ def _constants(run: Run) -> dict[str, Tensor]:
 
 
 def run_vectorized(engine: Vectorized, steps: int) -> list[Result]:
+    watch = Watch()
     for run in engine.runs:
-        run.recorder.begin(steps)
+        run.recorder.begin(steps, watch)
     with fastest_convolutions():
         engine.train(steps)
     for run in engine.runs:
@@ -412,6 +469,7 @@ def run_vectorized(engine: Vectorized, steps: int) -> list[Result]:
             engine="vectorized",
             history=run.recorder.history,
             ledgers=run.ledgers,
+            error=run.error,
         )
         for run in engine.runs
     ]

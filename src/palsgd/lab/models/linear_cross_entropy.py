@@ -40,8 +40,10 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(low), weight.to(low)
     if not torch.is_grad_enabled():
         return _loss_alone(hidden, weight, targets, ignore)
+    if hidden.dtype == torch.float16:  # a loss scale would overflow inside, unseen
+        raise ValueError("linear_cross_entropy in float16 overflows; use bfloat16 or float32")
     known = targets != ignore
-    share = known / known.sum().clamp(min=1)
+    share = known.to(_wide(hidden)) / known.sum().clamp(min=1)
     losses, _, _ = _losses_and_gradients(
         hidden[None], weight[None], targets.where(known, 0)[None], share[None]
     )
