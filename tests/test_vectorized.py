@@ -363,19 +363,21 @@ def test_what_a_stacked_program_would_get_wrong_runs_exactly_as_if_it_had_not_be
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_act_on_every_worker(kind):
-    def halve(x):  # a gradient, or a parameter that has one
-        return x * 0.5 if kind == "register_hook" else [x.grad.mul_(0.5)][1:] or None
+    def halve(p):
+        p.grad.mul_(0.5)
+
+    hook = halve if "accumulate" in kind else lambda gradient: 0.5 * gradient
 
     def run(method_hooks):
         def method(model):
             if method_hooks:
-                getattr(model.weight, kind)(halve)
+                getattr(model.weight, kind)(hook)
             return palsgd.LocalSGD(model, INNER["sgd"](model.parameters()), sync_every=4)
 
         def model():
             built = linear()
             if not method_hooks:
-                getattr(built.weight, kind)(halve)
+                getattr(built.weight, kind)(hook)
             return built
 
         return palsgd.simulate(
