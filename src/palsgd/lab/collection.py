@@ -1,5 +1,6 @@
 """Several runs in one folder: done, skipped where finished, and compared at the end."""
 
+import functools
 import itertools
 import json
 import random
@@ -15,6 +16,7 @@ from palsgd.lab.launching import Job, first_rank, run_jobs
 from palsgd.lab.settings import Settings, parsed
 from palsgd.lab.simulated import Simulated, shape_of, simulate_runs
 from palsgd.lab.summary import compared
+from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 from palsgd.pseudo_async import PseudoAsync
 
@@ -144,6 +146,13 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    @functools.cache  # runs with the same data share it
+    def loaded(workload: str, seed: int) -> Workload:
+        return load(
+            workload, data=options.data, device=device, seed=seed, download=options.download
+        )
+
     shapes: dict[tuple[Any, ...], list[str]] = {}
     for name, settings in runs.items():
         alone = () if options.share_program else (name,)
@@ -151,18 +160,8 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     for names in shapes.values():
         simulate_runs(
             [
-                Simulated(
-                    runs[name],
-                    load(
-                        runs[name].workload,
-                        data=options.data,
-                        device=device,
-                        seed=runs[name].seed,
-                        download=options.download,
-                    ),
-                    RunFolder(out / name),
-                )
-                for name in names
+                Simulated(run, loaded(run.workload, run.seed), RunFolder(out / name))
+                for name, run in ((name, runs[name]) for name in names)
             ],
             quiet=options.quiet,
             vectorize=options.vectorize,

@@ -1,13 +1,14 @@
 """Worker processes: started here through torch's elastic launcher, or found under torchrun."""
 
 import builtins
+import functools
 import logging
 import os
 import signal
 import sys
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from palsgd.lab.files import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.training import Trainer
+from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 
 
@@ -105,14 +107,15 @@ def work(jobs: list[Job]) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     device, backend = _place(jobs[0].device)
     dist.init_process_group(backend)
+    loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
         for job in jobs:
-            _work_on(job, device)
+            _work_on(job, device, loaded)
     finally:
         dist.destroy_process_group()
 
 
-def _work_on(job: Job, device: torch.device) -> None:
+def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
     workload = load(
         job.settings.workload,
         data=job.data,
