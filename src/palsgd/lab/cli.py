@@ -306,20 +306,29 @@ def _run(
     runs: dict[str, Settings], out: Path, report: bool, *, swept: tuple[str, ...] = (),
     **options: Any,
 ) -> None:  # fmt: skip
-    from palsgd.lab.collection import Options, run_all
+    from palsgd.lab.collection import FailedRunsError, Options, run_all
     from palsgd.lab.launching import StoppedError, first_rank
 
+    failure = None
     try:
         run_all(runs, out, Options(**options), swept)
     except (StoppedError, KeyboardInterrupt):
         _stopped(out)
-    if not first_rank():
-        return
+    except FailedRunsError as error:
+        failure = error
+    if first_rank():
+        _show(out, report)
+    if failure is not None:
+        raise failure
+
+
+def _show(out: Path, report: bool) -> None:
+    """What the runs in a folder say, as far as they went."""
+    from palsgd.lab.report import write_report
+
     _table([out])
     typer.echo(f"results: {out}")
     if report:
-        from palsgd.lab.report import write_report
-
         typer.echo(f"report: {write_report([out], out / 'report.html')}")
 
 
@@ -345,6 +354,10 @@ def _swept(values: list[str]) -> dict[str, list[Any]]:
 
 
 def _new_folder(name: str) -> Path:
+    from palsgd.lab.launching import under_torchrun
+
+    if under_torchrun():
+        raise ValueError("under torchrun give --out DIR, the same on every machine")
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -353,7 +366,10 @@ def _table(folders: list[Path]) -> None:
 
     from palsgd.lab.report import terminal_table
 
-    Console().print(terminal_table(folders))
+    console = Console()
+    # in a file or pipe nothing forces long names of runs to be folded
+    wide = console if console.is_terminal else Console(width=160)
+    wide.print(terminal_table(folders))
 
 
 def _reporter(quiet: bool) -> Callable[[str, int, int], None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from palsgd.lab.files import RunFolder, write_json
-from palsgd.lab.launching import Job, first_rank, run_jobs
+from palsgd.lab.launching import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.settings import Settings, parsed
 from palsgd.lab.simulated import Simulated, shape_of, simulate_runs
 from palsgd.lab.summary import compared
@@ -69,19 +69,25 @@ def run_all(
     Records of the collection also tell the `swept` fields."""
     for settings in runs.values():
         check_mixing(settings)
+        if under_torchrun():
+            check_world(settings.workers)
+    if under_torchrun() and options.simulate:
+        raise ValueError("--simulate needs one process; start it without torchrun")
     check_device(options.device)
     check_folder(out, options)
     out.mkdir(parents=True, exist_ok=True)
-    if options.force:
-        for name in runs:
-            RunFolder(out / name).clear()
+    if options.force and first_rank():
+        for config in list(out.glob("*/config.yaml")):
+            RunFolder(config.parent).clear()
     waiting = {
         name: settings
         for name, settings in runs.items()
         if not _is_done(RunFolder(out / name), name, settings, options)
     }
-    if waiting:
-        (_simulate if options.simulate else _launch)(waiting, out, options)
+    if options.simulate:
+        _simulate(waiting, out, options)
+    else:
+        _launch(waiting, out, options)
     return finish(runs, out, swept) if first_rank() else {}
 
 
@@ -89,7 +95,7 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     """Finished, and with these settings; others there are an error, not a reason to overwrite."""
     if not (folder.path / "config.yaml").exists():
         return False
-    before, wanted = folder.config(), settings.as_dict()
+    before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
     if wanted["steps"] is None:  # given in epochs, resolved in the file
         del wanted["steps"]
     for key, value in wanted.items():
@@ -98,19 +104,25 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
                 f"{folder.path} was run with {key}={before.get(key)}, now it is {value}; "
                 "use the old value, --force to start over, or another --out"
             )
-    return folder.finished
+    return folder.finished or folder.failure is not None
 
 
 def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
-    """summary.json of every run and of the collection."""
+    """summary.json of every run and of the collection. Runs that failed are named at the end, when
+    the others are safe."""
     folders = {name: RunFolder(out / name) for name in runs}
+    failed = {name: folder.failure for name, folder in folders.items() if folder.failure}
+    folders = {name: folder for name, folder in folders.items() if name not in failed}
+    if not folders:
+        raise FailedRunsError(failed)
     records = {
         name: json.loads((folder.path / "summary.json").read_text())
         for name, folder in folders.items()
     }
     better = {name: folder.config()["higher_is_better"] for name, folder in folders.items()}
     lines = {name: folder.lines() for name, folder in folders.items()}
-    found = compared(records, lines, next(iter(better.values())))
+    settings = {name: runs[name].as_dict() for name in folders}
+    found = compared(records, lines, next(iter(better.values())), settings)
     for name, folder in folders.items():
         folder.write_summary(found[name])
     found = {
@@ -118,27 +130,38 @@ def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -
         for name, record in found.items()
     }
     write_json(out / "summary.json", found)
+    if failed:
+        raise FailedRunsError(failed)
     return found
+
+
+class FailedRunsError(RuntimeError):
+    """Some runs ended early by themselves; the others are done."""
+
+    def __init__(self, reasons: Mapping[str, str | None]):
+        lines = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        super().__init__(f"{len(reasons)} of the runs failed ({lines})")
 
 
 def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
     """Runs with equally many workers share their processes."""
-    by_workers = sorted(runs.items(), key=lambda item: item[1].workers)
-    for _, group in itertools.groupby(by_workers, key=lambda item: item[1].workers):
-        run_jobs(
-            [
-                Job(
-                    settings=settings,
-                    folder=out / name,
-                    data=options.data,
-                    download=options.download,
-                    resume=options.resume,
-                    quiet=options.quiet,
-                    device=options.device,
-                )
-                for name, settings in group
-            ]
+    jobs = [
+        Job(
+            settings=settings,
+            folder=out / name,
+            data=options.data,
+            download=options.download,
+            resume=options.resume,
+            quiet=options.quiet,
         )
+        for name, settings in runs.items()
+    ]
+    if under_torchrun():  # whatever this rank thinks is left to do, rank 0 decides
+        run_jobs(jobs, options.device)
+        return
+    jobs.sort(key=lambda job: job.settings.workers)
+    for _, group in itertools.groupby(jobs, key=lambda job: job.settings.workers):
+        run_jobs(list(group), options.device)
 
 
 def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+_FILES = (
+    "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "failed.txt", "best.pt",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -18,6 +21,15 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         return (self.path / "summary.json").exists()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run ended early, if it did so by itself."""
+        path = self.path / "failed.txt"
+        return path.read_text().strip() if path.exists() else None
+
+    def write_failure(self, reason: object) -> None:
+        write_text(self.path / "failed.txt", f"{reason}\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -64,7 +76,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run wrote, and nothing else."""
-        for name in ("config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "best.pt"):
+        for name in _FILES:
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 

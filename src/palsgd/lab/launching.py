@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from palsgd.errors import NonFiniteError
 from palsgd.lab.files import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.training import Trainer
@@ -38,7 +39,6 @@ class Job:
     download: bool
     resume: bool
     quiet: bool
-    device: str  # cpu, cuda or auto
 
 
 def under_torchrun() -> bool:
@@ -50,11 +50,10 @@ def first_rank() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_jobs(jobs: list[Job]) -> None:
+def run_jobs(jobs: list[Job], device: str) -> None:
     """Train one after another, in the same processes: starting them takes longer than a demo."""
     if under_torchrun():
-        _check_world(jobs)
-        work(jobs)
+        work(jobs, device)
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,7 +71,7 @@ def run_jobs(jobs: list[Job]) -> None:
     )
     try:
         with _environment():
-            elastic_launch(config, work)(jobs)
+            elastic_launch(config, work)(jobs, device)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
     except ChildFailedError as error:
@@ -98,19 +97,23 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
     return RuntimeError(f"worker {rank} failed: {last}")
 
 
-def work(jobs: list[Job]) -> None:
+def work(jobs: list[Job], wanted: str) -> None:
     """What a worker process does."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    device, backend = _place(jobs[0].device)
+    device, backend = _place(wanted)
     dist.init_process_group(backend)
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
-        for job in jobs:
-            _work_on(job, device, loaded)
+        for job in _as_rank_0_has_them(jobs):
+            try:
+                _work_on(job, device, loaded)
+            except NonFiniteError as error:  # on all ranks alike, so they can go on together
+                if dist.get_rank() == 0:
+                    RunFolder(job.folder).write_failure(error)
     finally:
         dist.destroy_process_group()
 
@@ -124,8 +127,14 @@ def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> N
         download=job.download,
     )
     folder = RunFolder(job.folder)
-    saved = (folder.checkpoints / "latest.json").exists()
-    Trainer(job.settings, workload, folder, resume=job.resume and saved, quiet=job.quiet).train()
+    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
+
+
+def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
+    """On a disk of its own another machine may not see what is finished."""
+    found = [jobs]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def _place(wanted: str) -> tuple[torch.device, str]:
@@ -139,12 +148,11 @@ def _place(wanted: str) -> tuple[torch.device, str]:
     return torch.device("cuda", local % gpus), "nccl" if one_each else "gloo"
 
 
-def _check_world(jobs: list[Job]) -> None:
+def check_world(workers: int) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    if jobs[0].settings.workers != world:
+    if workers != world:
         raise ValueError(
-            f"--workers {jobs[0].settings.workers}, but torchrun started {world} processes; "
-            f"use --workers {world}"
+            f"--workers {workers}, but torchrun started {world} processes; use --workers {world}"
         )
 
 

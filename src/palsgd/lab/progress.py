@@ -11,8 +11,10 @@ FIRST_AFTER, LINE_EVERY = 2.0, 15.0  # seconds
 class Bar:
     """Progress of one thing, with rate and time left; silent if it takes less than two seconds."""
 
-    def __init__(self, what: str, total: int, *, unit: str = "steps", quiet: bool = False):
-        self._what, self._total, self._unit = what, total, unit
+    def __init__(
+        self, what: str, total: int, *, start: int = 0, unit: str = "steps", quiet: bool = False
+    ):
+        self._what, self._total, self._start, self._unit = what, total, start, unit
         self._began = self._said = time.monotonic()
         self._rich: Any = None
         self._tty, self._quiet = sys.stderr.isatty(), quiet
@@ -40,7 +42,7 @@ class Bar:
             self._draw(done, note)
         elif now - self._said >= LINE_EVERY or self._said == self._began:
             self._said = now
-            rate = done / (now - self._began)
+            rate = (done - self._start) / (now - self._began)
             left = (self._total - done) / rate if rate else float("inf")
             print(
                 f"{self._what}: {done}/{self._total} {self._unit}, {rate:.3g}/s, "
@@ -53,7 +55,7 @@ class Bar:
         if self._rich is None:
             self._rich = _rich_bar(self._what, self._total, self._unit, self._began)
         progress, task = self._rich
-        rate = done / (time.monotonic() - self._began)
+        rate = (done - self._start) / (time.monotonic() - self._began)
         progress.update(task, completed=done, note=note, rate=f"{rate:.3g} {self._unit}/s")
 
 

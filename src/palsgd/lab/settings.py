@@ -54,6 +54,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and allows(value)):
                 raise ValueError(f"{name}={value} must be {words}")
+        if self.epochs is not None and not self.epochs > 0:
+            raise ValueError(f"epochs={self.epochs} must be more than 0")
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "

@@ -20,7 +20,7 @@ from palsgd.lab.files import RunFolder
 from palsgd.lab.progress import Bar
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
-from palsgd.lab.training import WARMUP_LINES, run_config, split_batch
+from palsgd.lab.training import WARMUP_LINES, run_config, split_batch, start_line
 from palsgd.lab.workload import Workload
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
@@ -79,21 +79,18 @@ class Simulated:
         self.folder.create(config)
         lines = [self._first(), *self._lines(result.history)]
         self.folder.append("metrics", lines)
+        if result.error is not None:
+            self.folder.write_failure(result.error)
+            return
         best = self._best["metric"]
         step = next((x["step"] for x in lines if x.get("metric") == best), 0)
         torch.save({"step": step, **self._best}, self.folder.path / "best.pt")
         self.folder.write_summary(summarize(config, lines, {}))  # last: the run is finished
 
     def _first(self) -> dict[str, Any]:
-        zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
-        return zeros | {
-            "train_loss": None,
-            "lr": self._lr(0),
-            "distance": [0.0] * self.settings.workers,
-            "agreement": None,
-            "loss": self._start[0],
-            "metric": self._start[1],
-        }
+        loss, metric = self._start
+        first = start_line(self.settings, self.steps, self.settings.workers)
+        return first | {"loss": loss, "metric": metric}
 
     def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """All syncs; of the warm-up's exchanges the evaluated ones and some others."""

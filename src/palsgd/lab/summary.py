@@ -46,16 +46,19 @@ _COMPARED = ("target", *_TO_TARGET, "metric_at_equal_gradients", "metric_at_equa
 
 
 def compared(
-    records: Mapping[str, Record], lines: Mapping[str, list[Line]], higher_is_better: bool
+    records: Mapping[str, Record],
+    lines: Mapping[str, list[Line]],
+    higher_is_better: bool,
+    settings: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Record]:
-    """The same records with targets (what DDP reached; where it ran several times, with as many
-    workers and the same seed) and the metric at equal gradients and equal time."""
+    """The same records with targets (what DDP reached; where it ran several times, with the most
+    alike settings) and the metric at equal gradients and equal time."""
     fewest = min(record["gradient_steps"] for record in records.values())
     shortest = min(record["wall_s"] for record in records.values())
     alone = len(records) == 1  # equal to nothing
     return {
         name: record
-        | _to_target(_target_of(record, records), lines[name], higher_is_better)
+        | _to_target(_target_of(name, records, settings), lines[name], higher_is_better)
         | {
             "metric_at_equal_gradients": None
             if alone
@@ -68,12 +71,14 @@ def compared(
     }
 
 
-def _target_of(record: Record, records: Mapping[str, Record]) -> float | None:
-    def likeness(other: Record) -> list[bool]:
-        return [other[name] == record[name] for name in ("workers", "seed")]
+def _target_of(
+    name: str, records: Mapping[str, Record], settings: Mapping[str, Mapping[str, Any]]
+) -> float | None:
+    def likeness(other: str) -> int:
+        return sum(settings[other][key] == value for key, value in settings[name].items())
 
-    ddp = [other for other in records.values() if other["method"] == "ddp"]
-    return max(ddp, key=likeness)["final_metric"] if ddp else None
+    ddp = [other for other, record in records.items() if record["method"] == "ddp"]
+    return records[max(ddp, key=likeness)]["final_metric"] if ddp else None
 
 
 def _to_target(target: float | None, lines: list[Line], higher_is_better: bool) -> Record:

@@ -17,7 +17,7 @@ class Timeline:
         self._opt, self._past, self._zero = opt, 0.0, time.perf_counter()
         self._spans: list[dict[str, Any]] = []
         self._free = 0.0  # when the last step ended
-        self._before = (0.0, 0.0)
+        self._before = (0.0, 0.0, 0)
 
     def pause(self) -> None:
         self._past = self._now()
@@ -29,14 +29,15 @@ class Timeline:
 
     def before_step(self) -> None:
         ledger = self._opt.ledger
-        self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s)
+        self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s, self._opt.rounds)
 
     def after_step(self) -> None:
         """One step was, in this order, a gradient, perhaps mixing, perhaps a sync."""
         end, ledger = self._now(), self._opt.ledger
-        if 0 < self._opt.rounds <= ROUNDS or (self._opt.rounds == 0 and self._in_local_phase()):
-            mixing = ledger.mixing_s - self._before[0]
-            sync = ledger.sync_s + ledger.waiting_s - self._before[1] if self._opt.synced else 0.0
+        mixing_before, sync_before, rounds = self._before
+        if rounds < ROUNDS and self._in_local_phase():
+            mixing = ledger.mixing_s - mixing_before
+            sync = ledger.sync_s + ledger.waiting_s - sync_before if self._opt.synced else 0.0
             self._add("gradient", self._free, end - sync - mixing)
             self._add("mixing", end - sync - mixing, end - sync)
             self._add("sync", end - sync, end)
@@ -54,6 +55,10 @@ class Timeline:
         if end > start:
             worker = self._opt.transport.worker
             self._spans.append({"worker": worker, "kind": kind, "start_s": start, "end_s": end})
+
+    def restore(self, spans: list[dict[str, Any]]) -> None:
+        """What was recorded before a checkpoint."""
+        self._spans = [dict(span) for span in spans]
 
     def spans(self) -> list[dict[str, Any]]:
         """With waiting split off: how long it was is known one sync later."""

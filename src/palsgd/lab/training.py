@@ -1,6 +1,7 @@
 """One run in real processes: what each of them does."""
 
 import json
+import math
 import os
 import shutil
 import time
@@ -63,8 +64,9 @@ class Trainer:
         self._seconds, self._resumed_at = 0.0, time.perf_counter()
         self._best: float | None = None
         self._quiet = quiet or self.rank != 0
-        if resume:
-            self._resume()
+        latest = self._latest_checkpoint() if resume else None
+        if latest is not None:
+            self._resume(latest)
         elif self.rank == 0:
             folder.clear()
             folder.create(self._config())
@@ -77,7 +79,7 @@ class Trainer:
         title = f"{self.settings.workload} {self.settings.method}"
         if self.opt.clock == 0:
             self._evaluate()
-        with Bar(title, self.steps, quiet=self._quiet) as bar:
+        with Bar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
             for batch in palsgd.until(self._batches(), self.opt, steps=self.steps):
                 self._gradient(batch)
                 self._timeline.before_step()
@@ -156,6 +158,7 @@ class Trainer:
         if warming_up and not due and clock % max(1, self.steps // WARMUP_LINES):
             return
         ledger, settings = self.opt.ledger, self.settings
+        loss_sum = float(self._loss)  # waits for a GPU; the time is read after that
         self._records.append(
             {
                 "step": clock,
@@ -163,7 +166,7 @@ class Trainer:
                 "time_s": self._elapsed(),
                 "bytes_sent": ledger.bytes_sent,
                 "syncs": ledger.syncs,
-                "loss_sum": float(self._loss),
+                "loss_sum": loss_sum,
                 "losses": self._losses,
                 "lr": settings.lr * learning_rate_factor(settings, self.steps, clock),
                 "distance": 0.0 if warming_up else ledger.distance,
@@ -179,18 +182,26 @@ class Trainer:
     def _evaluate(self) -> None:
         """The global model, on all ranks together; the clock of the run stands still."""
         self._pause()
+        if self._warming_up():  # as DDP itself does before its next forward pass
+            for buffer in self.net.buffers():
+                dist.broadcast(buffer, src=0)
         with self.opt.anchor_weights(), self._autocast():
             totals = self.workload.totals(self.net, part=self.rank, parts=self.world)
         dist.all_reduce(totals)
         loss, metric = self.workload.score(totals)
         lines = self._joined_records()
         if self.opt.clock == 0:
-            lines = [_start_line(self.settings, self.steps, self.world)]
+            lines = [start_line(self.settings, self.steps, self.world)]
         self._evaluated_at = self.opt.clock
         lines[-1] |= {"loss": loss, "metric": metric}
         if self.rank == 0:
             self.folder.append("metrics", lines)
             self._keep_if_best(metric)
+        if not math.isfinite(loss):
+            raise palsgd.NonFiniteError(
+                f"the validation loss is {loss} at step {self.opt.clock}; lower the learning rate "
+                "or clip gradients"
+            )
         self._go_on()
 
     def _joined_records(self) -> list[dict[str, Any]]:
@@ -246,11 +257,15 @@ class Trainer:
             self.folder.append("metrics", lines)
             latest = {"step": self.opt.clock, "time_s": self._seconds, "best": self._best}
             write_json(self.folder.checkpoints / "latest.json", latest)
-            for old in self.folder.checkpoints.glob("step-*"):
-                if old != place:
-                    shutil.rmtree(old, ignore_errors=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine may have a disk of its own
+            self._prune(keep={place.name, f"step-{self._saved_at}"})
         self._saved_at = self.opt.clock
         self._go_on()
+
+    def _prune(self, keep: set[str]) -> None:
+        for old in self.folder.checkpoints.glob("step-*"):
+            if old.name not in keep:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _own_state(self) -> dict[str, Any]:
         """What this rank has beside model and optimizer."""
@@ -260,6 +275,7 @@ class Trainer:
             "gpu_rng": torch.cuda.get_rng_state(self.workload.device) if gpu else None,
             "loss": self._loss,
             "losses": self._losses,
+            "spans": self._timeline.spans(),
         }
 
     def _load_own_state(self, path: Path) -> None:
@@ -269,9 +285,16 @@ class Trainer:
             torch.cuda.set_rng_state(state["gpu_rng"], self.workload.device)
         self._loss.copy_(state["loss"])
         self._losses = state["losses"]
+        self._timeline.restore(state["spans"])
 
-    def _resume(self) -> None:
-        latest = json.loads((self.folder.checkpoints / "latest.json").read_text())
+    def _latest_checkpoint(self) -> dict[str, Any] | None:
+        """What rank 0 finds, so that all go on from the same one."""
+        path = self.folder.checkpoints / "latest.json"
+        found = [json.loads(path.read_text()) if self.rank == 0 and path.exists() else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _resume(self, latest: dict[str, Any]) -> None:
         place = self.folder.checkpoints / f"step-{latest['step']}"
         palsgd.checkpoint.load(place, self.net, self.opt)
         self._load_own_state(place / f"rank-{self.rank}.pt")
@@ -338,7 +361,7 @@ def _joined(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     }
 
 
-def _start_line(settings: Settings, steps: int, workers: int) -> dict[str, Any]:
+def start_line(settings: Settings, steps: int, workers: int) -> dict[str, Any]:
     zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
     return zeros | {
         "train_loss": None,

@@ -39,7 +39,7 @@ def random_stream(seed: int, *key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-# Simulated workers stand at most an epoch apart: two permutations for training, two to spare.
-@lru_cache(maxsize=4)
+# Two for each seed that trains at the same time: simulated workers stand at most an epoch apart.
+@lru_cache(maxsize=32)
 def _permutation(seed: int, epoch: int, examples: int, device: str) -> Tensor:
     return torch.from_numpy(random_stream(seed, epoch).permutation(examples)).to(device)
