@@ -21,10 +21,7 @@ def test_a_point_that_diverges_ends_alone_and_is_not_tried_again(tmp_path, way):
     assert said.code == 1
     assert "1 of the runs failed (lr=1e30" in said.err
     assert set(summary(out)) == {"lr=0.05", "lr=0.02"}
-    assert (
-        "not finite" in (out / "lr=1e30" / "failed.txt").read_text()
-        or "nan" in (out / "lr=1e30" / "failed.txt").read_text()
-    )
+    assert "nan" in (out / "lr=1e30" / "failed.txt").read_text()
     written = {path: path.stat().st_mtime for path in out.glob("*/metrics.jsonl")}
     assert call(*command, "--resume").code == 1
     assert {path: path.stat().st_mtime for path in out.glob("*/metrics.jsonl")} == written
@@ -47,7 +44,7 @@ def test_the_target_is_that_of_the_ddp_run_most_alike():
         "c": {"method": "palsgd", "steps": 1000, "lr": 0.1},
     }
     records = {"a": record("ddp", 0.7), "b": record("ddp", 0.9), "c": record("palsgd", 0.8)}
-    found = compared(records, dict.fromkeys(records, []), True, settings)
+    found = compared(records, {name: [] for name in records}, True, settings)
     assert [found[name]["target"] for name in "abc"] == [0.7, 0.9, 0.9]
 
 
