@@ -17,14 +17,6 @@ COMMANDS = [each.name or each.callback.__name__ for each in cli.app.registered_c
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run."""

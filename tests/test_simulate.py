@@ -25,15 +25,6 @@ METHODS = {
 STEPS = 27  # a last round cut short
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the processes have: another number of threads adds up a matrix product differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def dropout_net():
     torch.manual_seed(5)
     return nn.Sequential(

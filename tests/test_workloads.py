@@ -40,15 +40,6 @@ def needed(path):
     return path
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """For models as small as these, threads cost more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def imagenette(tmp_path_factory):
     """Four photographs of each class and split."""

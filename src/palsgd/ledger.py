@@ -76,6 +76,10 @@ class Stopwatch:
             self._book(name, end - start)
             return
         self._pending.append((name, start, end))
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Book what the device has passed by now."""
         while self._pending and self._pending[0][2].query():
             name, start, end = self._pending.pop(0)
             self._book(name, start.elapsed_time(end) / 1e3)

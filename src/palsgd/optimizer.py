@@ -237,6 +237,7 @@ class LocalOptimizer(Optimizer):
 
     @property
     def ledger(self) -> Ledger:
+        self._core.watch.catch_up()
         return self._core.ledger
 
     @contextmanager

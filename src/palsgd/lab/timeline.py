@@ -4,6 +4,8 @@ import math
 import time
 from typing import Any
 
+import torch
+
 import palsgd
 
 ROUNDS = 3
@@ -28,11 +30,13 @@ class Timeline:
         self._free = self._past = self._past if at is None else at
 
     def before_step(self) -> None:
+        self._wait_for_gpu()
         ledger = self._opt.ledger
         self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s, self._opt.rounds)
 
     def after_step(self) -> None:
         """One step was, in this order, a gradient, perhaps mixing, perhaps a sync."""
+        self._wait_for_gpu()
         end, ledger = self._now(), self._opt.ledger
         mixing_before, sync_before, rounds = self._before
         if rounds < ROUNDS and self._in_local_phase():
@@ -44,6 +48,13 @@ class Timeline:
             if sync and self._spans:
                 self._spans[-1]["entry"] = ledger.history[-1]  # will say how much was waiting
         self._free = end
+
+    def _wait_for_gpu(self) -> None:
+        """While spans are recorded, so that they are where the work is. Before and after that the
+        host runs ahead as usual."""
+        recording = self._opt.rounds < ROUNDS and self._in_local_phase()
+        if recording and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     def _in_local_phase(self) -> bool:
         return self._opt.ledger.gradient_steps > self._opt.ledger.warmup_steps
