@@ -96,7 +96,7 @@ def test_recipes_lists_all_recipes_and_grids():
         ("train", "recipe"),
         ("trian digits", "train"),
         ("train digits --device gpu", "device='gpu' is unknown; use one of auto, cpu, cuda"),
-        ("train cifar10-cnn --simulate", "no data folder was given"),
+        ("train cifar10-cnn --simulate", "no CIFAR-10 in data/cifar10: looked for"),
         ("train cifar10-cnn --simulate --data nowhere", "nowhere"),
         ("report nowhere", "there is no folder nowhere"),
     ],
@@ -146,7 +146,7 @@ def test_a_finished_run_is_not_done_again_but_with_force(tmp_path):
 def test_a_worker_that_refuses_its_input_speaks_as_if_there_were_none(tmp_path):
     answer = apart("train", "cifar10-cnn", "--workers", 2, "--out", tmp_path / "x")
     assert answer.code == 2
-    assert answer.line.startswith("palsgd: no data folder was given for cifar10")
+    assert answer.line.startswith("palsgd: no CIFAR-10 in data/cifar10: looked for data_batch_1")
 
 
 # -- what breaks ---------------------------------------------------------------------------------

@@ -313,13 +313,16 @@ def test_gpt_neo_125m_has_the_papers_size(loaded):
         ("tinystories-gptneo-125m", r"\*train\*.txt", "stories"),
     ],
 )
-def test_missing_data_says_what_and_where_and_what_instead(tmp_path, name, looked_for, instead):
+def test_missing_data_says_what_and_where_and_what_instead(
+    tmp_path, monkeypatch, name, looked_for, instead
+):
     message = f"looked for .*{looked_for}.*https://.* or use the workload {instead}"
     with pytest.raises(ValueError, match=message) as error:
         workloads.load(name, data=tmp_path)
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=f"no data folder was given .* workload {instead}"):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f" in data.*{message}"):
         workloads.load(name)
 
 

@@ -46,7 +46,8 @@ Out = Annotated[
     Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME-TIME")
 ]
 Data = Annotated[
-    str | None, typer.Option(help="Folder with the data, for workloads that need files.")
+    str | None,
+    typer.Option(help="Folder with the data, for workloads that need files.", show_default="data"),
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch missing data.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]

@@ -11,13 +11,10 @@ from typing import BinaryIO
 Progress = Callable[[str, int, int], None]  # what is being read, bytes so far, bytes in all
 
 
-def place_of(data: Path | str | None, name: str, *, instead: str) -> Path:
-    """The folder `name` in `data`, or `data` itself where it has none."""
+def place_of(data: Path | str | None, name: str) -> Path:
+    """The folder `name` in `data` (by default ./data), or `data` itself where it has none."""
     if data is None:
-        raise ValueError(
-            f"no data folder was given for {name}; name one with data (--data), or use the "
-            f"workload {instead}, which needs no files"
-        )
+        return Path("data") / name
     inside = Path(data) / name
     return inside if inside.is_dir() else Path(data)
 

@@ -27,7 +27,7 @@ class Cifar10(InMemory):
     """The data; pixels stay bytes until they are in a batch."""
 
     def load(self) -> None:
-        folder = place_of(self.data, "cifar10", instead="digits")
+        folder = place_of(self.data, "cifar10")
         if self.download and not cifar10.is_in(folder):
             cifar10.download(folder)
         train, test = (split.to(self.device) for split in cifar10.load(folder))

@@ -28,7 +28,7 @@ class ImageNetResNet50(Classification):
     resolution = 224
 
     def load(self) -> None:
-        folder = place_of(self.data, "imagenet", instead="digits")
+        folder = place_of(self.data, "imagenet")
         self.photographs = open_folders(
             folder, resolution=self.resolution, seed=self.seed, device=self.device
         )

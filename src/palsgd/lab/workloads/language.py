@@ -46,9 +46,9 @@ class TinyStories(Language):
     context = 256  # longest part of a story that is read, in tokens
 
     def load(self) -> None:
-        folder = place_of(self.data, "tinystories", instead="stories")
+        folder = place_of(self.data, "tinystories")
         if not tokens.is_prepared(folder):
-            beside = place_of(self.data, "gpt2-tokenizer", instead="stories")
+            beside = place_of(self.data, "gpt2-tokenizer")
             tokenizer = beside if (beside / "vocab.json").exists() else folder
             if self.download:
                 tokens.download(folder, tokenizer, self.progress)
