@@ -76,7 +76,7 @@ class Run:
 
     def batch(self, worker: int) -> Any:
         """The next batch of a worker; once the run has ended, something of the same shape."""
-        if self.error is None:
+        if self.error is None or self._last[worker] is None:
             try:
                 self._last[worker] = self.batches[worker].next()
             except DryError as dry:
@@ -259,13 +259,13 @@ class Vectorized:
 
     def _mix(self, ticks: dict[int, list[int]], rates: list[list[list[float]]]) -> None:
         """Pull the lanes that mix now, those of equal weight together."""
-        alike: dict[tuple[float, ...], list[int]] = {}
+        by_weight: dict[tuple[float, ...], list[int]] = {}
         for lane, mixing in ticks.items():
             if mixing:
                 run, k = self._place(lane)
                 own = [each[lane // self.workers] for each in rates]
-                alike.setdefault(run.pull(k, mixing, own), []).append(lane)
-        for weights, who in alike.items():
+                by_weight.setdefault(run.pull(k, mixing, own), []).append(lane)
+        for weights, who in by_weight.items():
             for group, weight in enumerate(weights):
                 members = self.runs[0].core.replica.groups[group]
                 local = [self.lanes.params[i][lane] for i in members for lane in who]
