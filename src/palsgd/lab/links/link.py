@@ -1,0 +1,69 @@
+"""What one worker's access link is like, and how the kernel is told."""
+
+import math
+import re
+from dataclasses import dataclass
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_FRAME = 1514  # bytes of a full Ethernet frame, as the kernel's shaper counts them
+
+
+@dataclass(frozen=True)
+class Link:
+    """The line between one worker and the switch that all of them are plugged into.
+
+    `rate` holds in both directions, for each on its own; None: as fast as the machine. `delay_ms`
+    is added to every packet the worker sends, so a packet from a to b takes a's delay, and the
+    round trip a's plus b's. `loss` is the share of the packets the worker sends that are dropped.
+    """
+
+    rate: str | None = None
+    delay_ms: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rate is not None:
+            bits_per_second(self.rate)
+        if not (math.isfinite(self.delay_ms) and self.delay_ms >= 0):
+            raise ValueError(f"delay_ms={self.delay_ms} must be a number >= 0")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"loss={self.loss} must be a share in [0, 1), for instance 0.01")
+
+    @property
+    def bits_per_second(self) -> float:
+        return math.inf if self.rate is None else bits_per_second(self.rate)
+
+    @property
+    def slow_only(self) -> bool:
+        """Neither delays nor drops: the kernel's shaper is all it takes."""
+        return not (self.delay_ms or self.loss)
+
+    def shaper(self) -> str:
+        """The words for tc's token bucket.
+
+        The bucket holds what the link carries in 2 ms: enough that a timer which fires late costs
+        no throughput, and so little that a short message is not sent for free. Larger packets,
+        which the kernel puts together to save work, are taken apart again by the shaper. Senders
+        hold back what they themselves have queued; the queue is for several that send to one slow
+        worker, half a second long, so that TCP loses little.
+        """
+        per_second = self.bits_per_second / 8
+        bucket = max(2 * _FRAME, round(2e-3 * per_second))
+        queue = max(64 * _FRAME, round(0.5 * per_second))
+        rate = f"{round(self.bits_per_second)}bit"
+        return f"tbf rate {rate} burst {bucket} limit {bucket + queue}"
+
+
+def bits_per_second(rate: str) -> float:
+    """`"100mbit"` as a number."""
+    found = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate.strip().lower())
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 8e3 <= value <= 1e12:
+        raise ValueError(
+            f"rate={rate!r} is no rate from 8kbit to 1000gbit; write for instance 100mbit, or none "
+            "for no limit"
+        )
+    return value

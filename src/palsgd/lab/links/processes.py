@@ -1,0 +1,114 @@
+"""One process per worker: started together, ended together."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_TIED = str(Path(__file__).with_name("tied.py"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How one worker's process ended."""
+
+    worker: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def check(self) -> None:
+        if self.returncode:
+            last = self.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+            raise RuntimeError(
+                f"worker {self.worker} failed with exit code {self.returncode}: {last[0]}"
+            )
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The command in a process that the kernel kills when this one ends, however it ends."""
+    return [sys.executable, "-S", "-E", _TIED, str(os.getpid()), *command]
+
+
+def environment(rank: int, workers: int, address: str, port: int, interface: str) -> dict[str, str]:
+    """What torch.distributed wants to know, each worker being a machine of its own."""
+    inherited = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
+    return inherited | {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+    }
+
+
+def run_together(
+    commands: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    timeout: float,
+    cwd: Path | str | None = None,
+    echo: bool = False,
+) -> list[Finished]:
+    """Until all have ended well. When one fails, or time is up, none is left running. With `echo`
+    the first one's stderr is this process's."""
+    with contextlib.ExitStack() as stack:
+        started: list[_Worker] = []
+        for number, (words, env) in enumerate(zip(commands, environments, strict=True)):
+            shown = echo and number == 0
+            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            process = subprocess.Popen(
+                words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=None if shown else err, start_new_session=True,
+            )  # fmt: skip
+            started.append(_Worker(number, process, out, err))
+            stack.callback(started[-1].end)
+        _wait(started, timeout)
+        return [worker.finished() for worker in started]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    number: int
+    process: subprocess.Popen[bytes]
+    out: IO[bytes]
+    err: IO[bytes]
+
+    def finished(self) -> Finished:
+        texts = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return Finished(self.number, self.process.wait(), *texts)
+
+    def end(self) -> None:
+        """With all it started, unless that left its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def _wait(workers: list[_Worker], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    running = list(workers)
+    while running:
+        for worker in [each for each in running if each.process.poll() is not None]:
+            running.remove(worker)
+            worker.finished().check()
+        if running and time.monotonic() > deadline:
+            names = ", ".join(str(worker.number) for worker in running)
+            raise RuntimeError(
+                f"worker {names} had not finished after {timeout:g} s; give it more time or less "
+                "to do"
+            )
+        time.sleep(0.02)
