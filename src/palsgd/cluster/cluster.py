@@ -1,0 +1,153 @@
+"""A cluster nobody here may own: how fast its workers compute, and what joins them."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from palsgd.cluster import units
+from palsgd.cluster.all_reduce import ALGORITHMS, Network
+from palsgd.cluster.compute import SPREADS, Compute
+from palsgd.cluster.events import Clockwork, Projection
+from palsgd.cluster.work import Work
+from palsgd.draws import one_of, whole
+
+
+class Cluster:
+    """Workers and links, as a model of time.
+
+        cluster = palsgd.Cluster(workers=8, step="50ms", rate="100mbit", latency="20ms")
+        cluster.project(Work(parameters=8_054_656, sync_every=64, mix_prob=0.1), steps=10_000)
+
+    Times are seconds or text ("20ms"), rates bits per second or text ("1gbit", "25GB/s").
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        step: float | str,
+        rate: float | str,
+        latency: float | str = 0.0,
+        spread: str = "constant",
+        cv: float = 0.1,
+        tail: float = 2.5,
+        straggler: float = 1.0,
+        per_node: int = 1,
+        node_rate: float | str = "1200gbit",
+        node_latency: float | str = "5us",
+        all_reduce: str = "auto",
+        overlap: float = 2 / 3,
+        sync: float | str = 0.0,
+        mix: float | str = 0.0,
+    ):
+        """`step` is the mean time of a gradient step; its `spread` "constant", "lognormal" (with
+        `cv`, the deviation over the mean) or "heavy-tail" (Pareto with index `tail`); the last
+        worker is `straggler` times as slow. `rate` and one-way `latency` are those of a worker's
+        link, or of a node's where `per_node` workers share one and have `node_rate` and
+        `node_latency` between them. `all_reduce` is "ring", "tree", "two-level", "gloo" (its ring
+        over TCP) or "auto", the cheapest of the first three. DDP hides its all-reduces behind the
+        last `overlap` of a step: by default the backward pass, two thirds of its arithmetic.
+        `sync` is what a worker does by itself at a sync (outer step, copies), `mix` a mixing step.
+        """
+        self.workers = whole("workers", workers, least=1)
+        self.step = units.seconds("step", step)
+        self.rate = units.rate("rate", rate)
+        self.latency = units.seconds("latency", latency, zero=True)
+        one_of("spread", spread, SPREADS)
+        self.spread = spread
+        self.cv = units.number_in("cv", cv, "more than 0", low=0.0)
+        self.tail = units.number_in("tail", tail, "more than 1, or the mean is infinite", low=1.0)
+        self.straggler = units.number_in(
+            "straggler", straggler, "a factor of at least 1", low=0.999
+        )
+        self.per_node = whole("per_node", per_node, least=1)
+        self.node_rate = units.rate("node_rate", node_rate)
+        self.node_latency = units.seconds("node_latency", node_latency, zero=True)
+        one_of("all_reduce", all_reduce, ALGORITHMS)
+        self.all_reduce = all_reduce
+        self.overlap = units.number_in("overlap", overlap, "in [0, 1]", low=-1e-12, high=1 + 1e-12)
+        self.sync = units.seconds("sync", sync, zero=True)
+        self.mix = units.seconds("mix", mix, zero=True)
+
+    @classmethod
+    def parse(cls, text: str, *, workers: int) -> "Cluster":
+        """From "100mbit,20ms,step=50ms": rate and latency, then any other field by its name."""
+        given: dict[str, Any] = {"workers": workers}
+        parts = [part.strip() for part in text.split(",")]
+        for place, part in enumerate(parts):
+            name, sign, value = part.partition("=")
+            if not sign:
+                if place > 1:
+                    raise ValueError(
+                        f"{part!r} in cluster {text!r} has no name; write for instance step={part}"
+                    )
+                name, value = ("rate", "latency")[place], part
+            given[name] = _number(value)
+        return cls.from_fields(given)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Cluster":
+        """From a mapping, as in a file; says which field is unknown or missing."""
+        known = inspect.signature(cls).parameters
+        for name in fields:
+            one_of("a field of the cluster", name, tuple(known))
+        for name, parameter in known.items():
+            if parameter.default is inspect.Parameter.empty and name not in fields:
+                raise ValueError(f"the cluster has no {name}; add for instance {_EXAMPLES[name]}")
+        return cls(**fields)
+
+    def changed(self, **fields: Any) -> "Cluster":
+        return Cluster(**{**vars(self), **fields})
+
+    def __repr__(self) -> str:
+        return f"Cluster({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cluster) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def network(self) -> Network:
+        return Network(
+            self.workers, self.rate, self.latency, self.per_node, self.node_rate,
+            self.node_latency, self.all_reduce,
+        )  # fmt: skip
+
+    def compute(self, rng: np.random.Generator) -> Compute:
+        return Compute(
+            workers=self.workers, mean=self.step, spread=self.spread, cv=self.cv, tail=self.tail,
+            straggler=self.straggler, rng=rng,
+        )  # fmt: skip
+
+    def project(
+        self,
+        work: Work,
+        *,
+        steps: int,
+        seed: int = 0,
+        watched: Sequence[int] = (),
+        until_s: float = float("inf"),
+    ) -> Projection:
+        """The wall-clock time of `steps` steps of the clock, and where it goes. Spans of the
+        workers in `watched` are kept up to `until_s`."""
+        steps = whole("steps", steps, least=1)
+        machine = Clockwork(
+            self, work, end=steps, seed=whole("seed", seed), watched=watched, until_s=until_s
+        )
+        machine.run_until(steps)
+        return machine.projection
+
+
+_EXAMPLES = {"workers": "workers=8", "step": "step=50ms", "rate": "rate=100mbit"}
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

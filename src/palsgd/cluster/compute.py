@@ -1,0 +1,63 @@
+"""How long gradients take: a law for one step, drawn anew for every worker and step."""
+
+import math
+
+import numpy as np
+
+SPREADS = ("constant", "lognormal", "heavy-tail")
+BLOCK = 1 << 22  # draws held at once, so that 100,000 workers need megabytes
+
+
+class Compute:
+    """Seconds of gradient steps for all workers.
+
+    Every step is drawn by itself: the sum over a round then has the right law whatever the number
+    of steps, and so has the slowest worker, which sets the pace.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int,
+        mean: float,
+        spread: str,
+        cv: float,
+        tail: float,
+        straggler: float,
+        rng: np.random.Generator,
+    ):
+        self.workers, self.mean, self.straggler = workers, mean, straggler
+        self._spread, self._rng, self._tail = spread, rng, tail
+        self._sigma = math.sqrt(math.log1p(cv * cv))
+
+    def seconds(self, steps: np.ndarray) -> np.ndarray:
+        """Of each worker, for so many gradient steps of its own."""
+        total = steps * self.mean if self._spread == "constant" else self._sums(steps)
+        total[-1] *= self.straggler
+        return total
+
+    def _sums(self, steps: np.ndarray) -> np.ndarray:
+        total = np.zeros(self.workers)
+        least, most = int(steps.min()), int(steps.max())
+        rows = max(1, BLOCK // self.workers)
+        for first in range(0, least, rows):
+            total += self._draws(min(rows, least - first)).sum(axis=0, dtype=np.float64)
+        for step in range(least, most):
+            total += np.where(step < steps, self._draws(1)[0], 0.0)
+        return total
+
+    def _draws(self, rows: int) -> np.ndarray:
+        """Times with mean `self.mean`, one row per step, in single precision."""
+        shape = (rows, self.workers)
+        if self._spread == "lognormal":
+            drawn = self._rng.standard_normal(shape, dtype=np.float32)
+            drawn *= self._sigma
+            drawn -= self._sigma**2 / 2
+            scale = self.mean
+        else:  # Pareto: exp of an exponential, from a least time that gives the mean
+            drawn = self._rng.standard_exponential(shape, dtype=np.float32)
+            drawn /= self._tail
+            scale = self.mean * (self._tail - 1) / self._tail
+        np.exp(drawn, out=drawn)
+        drawn *= scale
+        return drawn

@@ -1,0 +1,94 @@
+"""A model and a method, as far as time is concerned."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from palsgd.cluster import units
+from palsgd.compression import BLOCK, find_codec
+from palsgd.draws import DRAWS, check_mix_prob, one_of, whole
+from palsgd.pseudo_async import PseudoAsync
+
+if TYPE_CHECKING:
+    from palsgd.optimizer import LocalOptimizer
+
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, of torch's DistributedDataParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    parameters: int  # that are trained
+    sync_every: int = 1  # H
+    mix_prob: float = 0.0  # p
+    draws: str = "balanced"
+    warmup_steps: float = 0  # steps of DDP at the start; math.inf: DDP
+    compress: str | None = None
+    delay: int = 0  # steps between the end of a round and the use of its mean
+    fragments: int = 1
+    gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
+        whole("sync_every", self.sync_every, least=1)
+        check_mix_prob(self.mix_prob)
+        one_of("draws", self.draws, DRAWS)
+        find_codec(self.compress)
+        if self.warmup_steps != math.inf:
+            whole("warmup_steps", self.warmup_steps)
+        whole("gradient_bytes", self.gradient_bytes, least=1)
+        if whole("fragments", self.fragments, least=1) > self.sync_every:
+            raise ValueError(
+                f"fragments={self.fragments} must be at most sync_every={self.sync_every}: each is "
+                "sent at a step of its own"
+            )
+        longest = self.sync_every // self.fragments
+        if whole("delay", self.delay) > longest:
+            raise ValueError(
+                f"delay={self.delay} must be at most sync_every / fragments = {longest}: one "
+                "exchange is under way at a time"
+            )
+
+    @classmethod
+    def ddp(cls, parameters: int | str, gradient_bytes: int = 4) -> "Work":
+        number = units.count("parameters", parameters)
+        return cls(parameters=number, warmup_steps=math.inf, gradient_bytes=gradient_bytes)
+
+    @classmethod
+    def of(cls, optimizer: "LocalOptimizer") -> "Work":
+        """What a palsgd optimizer will do."""
+        replica, method = optimizer._core.replica, optimizer.method
+        config = optimizer.config
+        mixes = method if isinstance(method, PseudoAsync) else None
+        return cls(
+            parameters=replica.layout.size,
+            sync_every=method.sync_every,
+            mix_prob=mixes.mix_prob if mixes else 0.0,
+            draws=mixes.draws if mixes else "balanced",
+            warmup_steps=method.warmup_steps,
+            compress=config.get("compress"),
+            delay=config.get("delay", 0),
+            fragments=config.get("fragments", 1),
+        )
+
+    @property
+    def is_ddp(self) -> bool:
+        return self.warmup_steps == math.inf
+
+    @property
+    def gradient_size(self) -> int:
+        """Bytes of a DDP all-reduce."""
+        return self.parameters * self.gradient_bytes
+
+    @property
+    def sync_size(self) -> float:
+        """Bytes of one exchange of a round, coded, in which one fragment of the model goes."""
+        codec = find_codec(self.compress)
+        per_element = 4.0 if codec is None else codec.width / BLOCK
+        return self.parameters * per_element / self.fragments
+
+    def buckets(self) -> list[int]:
+        """Sizes of DDP's all-reduces in the order of the backward pass: torch's are about as long
+        as this, as whole tensors have to fit."""
+        first = min(FIRST_BUCKET, self.gradient_size)
+        full, rest = divmod(self.gradient_size - first, BUCKET)
+        return [first] + [BUCKET] * full + [rest] * (rest > 0)
