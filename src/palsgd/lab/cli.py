@@ -22,6 +22,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data.")
 app.add_typer(data_app, name="data")
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
+app.add_typer(bench_app, name="bench")
 
 # -- options that several commands take --------------------------------------------------------
 
@@ -142,8 +144,7 @@ def compare(
         recipe, changes, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
         mix_rate=mix_rate, seed=seed,
     )  # fmt: skip
-    names = tuple(name.strip() for name in methods.split(","))
-    _compare(settings, names, out, recipe, report=report, simulate=simulate, data=data,
+    _compare(settings, _names(methods), out, recipe, report=report, simulate=simulate, data=data,
              download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
 
 
@@ -292,7 +293,73 @@ def prepare(
     typer.echo(f"tokens: {destination}")
 
 
+@bench_app.command()
+def link(
+    recipe: Annotated[
+        str, typer.Argument(help="A workload or recipe; `palsgd recipes` lists them.")
+    ] = "stories",
+    changes: Changes = None,
+    rate: Annotated[
+        str, typer.Option(help="Of every worker's link, each way, e.g. 10mbit, 1gbit; or none.")
+    ] = "100mbit",
+    latency: Annotated[
+        float, typer.Option(help="Milliseconds that every packet takes, one way.")
+    ] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of the packets that every link drops.")] = 0.0,
+    slow_worker: Annotated[
+        str | None, typer.Option(help="Another rate for the last worker's link, e.g. 10mbit.")
+    ] = None,
+    lossy: Annotated[
+        float | None, typer.Option(help="Share of the packets that the last worker's link drops.")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(METHODS),
+    workers: Workers = None,
+    steps: Annotated[int | None, typer.Option(help="Of the clock.", show_default="64")] = None,
+    sync_every: Annotated[int | None, typer.Option(help="H.", show_default="16")] = None,
+    mix_prob: MixProb = None,
+    mix_rate: MixRate = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = "auto",
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Methods over emulated links: every worker in a network namespace behind a shaped interface.
+
+    That takes Linux and root; elsewhere the times are projected from a run over loopback.
+
+    Example: palsgd bench link stories --workers 4 --rate 100mbit --latency 20
+    """
+    from rich.console import Console
+
+    from palsgd.lab import bench_link
+    from palsgd.lab.collection import Options
+
+    if "=" in recipe:  # no workload named, only settings
+        recipe, changes = "stories", [recipe, *(changes or [])]
+    settings = settings_from(
+        recipe, bench_link.with_defaults(changes or []), workers=workers, steps=steps,
+        sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+    )  # fmt: skip
+    links = bench_link.links_of(workers=settings.workers, rate=rate, latency=latency, loss=loss,
+                                slow=slow_worker, lossy=lossy)  # fmt: skip
+    runs = {name: settings.changed({"method": name}) for name in _names(methods)}
+    out = out or _new_folder(f"{recipe}-link")
+    options = Options(data=data, download=download, device=device, force=force, quiet=quiet)
+    result = bench_link.bench(runs, links, out, options)
+    console = Console()
+    for part in bench_link.tables(result):
+        (console if console.is_terminal else Console(width=160)).print(part, highlight=False)
+    typer.echo(f"results: {out}")
+
+
 # -- what they share ---------------------------------------------------------------------------
+
+
+def _names(methods: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in methods.split(","))
 
 
 def _compare(

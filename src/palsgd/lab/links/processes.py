@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ class Finished:
 
     def check(self) -> None:
         if self.returncode:
-            last = self.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+            last = self.stderr.strip().splitlines()[-1:] or ["what it said is above, if anything"]
             raise RuntimeError(
                 f"worker {self.worker} failed with exit code {self.returncode}: {last[0]}"
             )
@@ -49,6 +50,8 @@ def environment(rank: int, workers: int, address: str, port: int, interface: str
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": interface,
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+        # in a namespace addresses have no names, which torch would mention
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
 
 
@@ -75,6 +78,19 @@ def run_together(
             stack.callback(started[-1].end)
         _wait(started, timeout)
         return [worker.finished() for worker in started]
+
+
+def run_on_loopback(
+    command: Sequence[str], workers: int, *, timeout: float, echo: bool = False
+) -> list[Finished]:
+    """Without any link: the same processes, all on this machine's own network."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    environments = [
+        environment(rank, workers, "127.0.0.1", port, interface) for rank in range(workers)
+    ]
+    return run_together([tied(command)] * workers, environments, timeout=timeout, echo=echo)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the kernel knew what to do then
         sys.exit(1)
     try:

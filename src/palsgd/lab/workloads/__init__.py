@@ -16,6 +16,7 @@ from palsgd.lab.workload import Workload
 WORKLOADS = {
     "digits": "digits:Digits",
     "stories": "stories:Stories",
+    "stories-1m": "stories_1m:Stories1M",
     "cifar10-cnn": "cifar10_cnn:Cifar10CNN",
     "cifar10-vgg16": "cifar10_vgg16:Cifar10VGG16",
     "imagenet-resnet50": "imagenet_resnet50:ImageNetResNet50",

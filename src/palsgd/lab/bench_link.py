@@ -1,0 +1,234 @@
+"""`palsgd bench link`: every method over the same links, real packets where that is possible."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palsgd.lab.collection import Options, check_device, check_folder, check_mixing, finish
+from palsgd.lab.files import RunFolder, write_json
+from palsgd.lab.links import Finished, Link, Network, unavailable
+from palsgd.lab.links.processes import run_on_loopback
+from palsgd.lab.links.projection import ring_bytes, ring_s
+from palsgd.lab.report import formats
+from palsgd.lab.settings import Settings
+from palsgd.lab.training import processor
+from palsgd.lab.workloads import load
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Unless said otherwise: short, no warm-up (that would be DDP), evaluated at both ends only
+DEFAULTS = ("steps=64", "sync_every=16", "warmup_steps=0", "evaluate_every=1000000")
+TIMEOUT_S = 24 * 3600.0
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Of all workers: alike, but for the last one's where that is to be slow or lossy."""
+
+    workers: int
+    link: Link
+    others: Mapping[int, Link]
+
+    def each(self) -> list[Link]:
+        return [self.others.get(worker, self.link) for worker in range(self.workers)]
+
+    def words(self) -> str:
+        last = [f"worker {worker}: {_words(link)}" for worker, link in self.others.items()]
+        return "; ".join([_words(self.link), *last])
+
+
+def links_of(
+    *, workers: int, rate: str, latency: float, loss: float, slow: str | None, lossy: float | None
+) -> Links:
+    link = Link(None if rate == "none" else rate, latency, loss)
+    last = dataclasses.replace(
+        link, rate=slow or link.rate, loss=link.loss if lossy is None else lossy
+    )
+    return Links(workers=workers, link=link, others={} if last == link else {workers - 1: last})
+
+
+def with_defaults(changes: list[str]) -> list[str]:
+    """Length may also be given in epochs, which is instead of steps."""
+    epochs = any(each.startswith("epochs=") for each in changes)
+    return [each for each in DEFAULTS if not (epochs and each.startswith("steps="))] + changes
+
+
+def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Options) -> Record:
+    """Run them all, write their folders and DIR/link.json, and return what that holds. Where links
+    cannot be emulated the runs are done over loopback, and the times are projections."""
+    for settings in runs.values():
+        check_mixing(settings)
+    check_device(options.device)
+    check_folder(out, options)
+    first = next(iter(runs.values()))
+    load(first.workload, data=options.data, seed=first.seed, download=options.download)
+    out.mkdir(parents=True, exist_ok=True)
+    for config in out.glob("*/config.yaml"):
+        RunFolder(config.parent).clear()
+    reason = unavailable()
+    found = _measured(runs, links, out, options, emulated=reason is None)
+    result = _result(found, links, projected=reason)
+    write_json(out / "link.json", result)
+    finish(runs, out)
+    return result
+
+
+def _measured(
+    runs: Mapping[str, Settings], links: Links, out: Path, options: Options, *, emulated: bool
+) -> Record:
+    jobs = {
+        "runs": {name: settings.as_dict() for name, settings in runs.items()},
+        "out": str(out.resolve()),
+        "data": options.data,
+        "device": options.device,
+        "quiet": options.quiet,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "jobs.json", jobs)
+        results = Path(folder) / "results.json"
+        command = [sys.executable, "-m", "palsgd.lab.links.timing", f"{folder}/jobs.json",
+                   str(results)]  # fmt: skip
+        _run(command, links, emulated=emulated, echo=not options.quiet)
+        return json.loads(results.read_text())
+
+
+def _run(command: list[str], links: Links, *, emulated: bool, echo: bool) -> list[Finished]:
+    if not emulated:
+        return run_on_loopback(command, links.workers, timeout=TIMEOUT_S, echo=echo)
+    with Network(links.workers, links.link, links.others) as network:
+        return network.run(command, timeout=TIMEOUT_S, echo=echo)
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def _result(found: Record, links: Links, projected: str | None) -> Record:
+    each = links.each()
+    ring = found["ring"]
+    records = {
+        name: _record(name, run, found["compute_s"], each)
+        for name, run in found["methods"].items()
+        if run is not None
+    }
+    key = "step_s" if projected is None else "projected_step_s"
+    ddp = records.get("ddp", {}).get(key)
+    for record in records.values():
+        record["speedup_over_ddp"] = ddp / record[key] if ddp else None
+        if projected:  # the counter of loopback is everybody's
+            record |= {"kernel_bytes": None, "kernel_over_ring": None}
+    return {
+        "projected": projected,  # why, where times are no measurements
+        "links": [dataclasses.asdict(link) for link in each],
+        "links_in_words": links.words(),
+        "machine": f"{processor()}, {os.uname().sysname} {os.uname().release}",
+        "congestion_control": found["congestion_control"],
+        "compute_s": found["compute_s"],
+        "ring": {
+            "bytes": ring["bytes"],
+            "seconds": statistics.median(ring["seconds"]),
+            "repeats": len(ring["seconds"]),
+            "theory_s": ring_s(ring["bytes"], each),
+        },
+        "methods": records,
+    }
+
+
+def _record(name: str, run: Record, compute_s: float, links: list[Link]) -> Record:
+    """DDP's exchanges overlap its backward pass, so what they cost is what its steps took beyond
+    computing; the other methods' ledgers know when they computed."""
+    computing = run["gradient_s"] + run["mixing_s"]
+    if name == "ddp":
+        computing = compute_s * run["gradient_steps"]
+    exchanging = max(0.0, run["wall_s"] - computing)
+    messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
+    projected = computing + ring_s(run["bytes_sent"], links, messages)
+    on_the_ring = ring_bytes(run["bytes_sent"], len(links))
+    return run | {
+        "step_s": run["wall_s"] / run["steps"],
+        "communicating": exchanging / run["wall_s"],
+        "exchange_s": exchanging / run["syncs"] if run["syncs"] else None,
+        "projected_step_s": projected / run["steps"],
+        "projected_communicating": 1 - computing / projected,
+        "kernel_over_ring": run["kernel_bytes"] / on_the_ring if on_the_ring else None,
+    }
+
+
+# -- words ---------------------------------------------------------------------------------------
+
+
+def tables(result: Record) -> list[Table | str]:
+    """For the terminal."""
+    ring, workers = result["ring"], len(result["links"])
+    size = formats.size(ring["bytes"])
+    if result["projected"]:
+        heading = (
+            f"PROJECTION, nothing was sent over these links: {workers} workers, "
+            f"{result['links_in_words']}. Computing was timed over loopback; a ring all-reduce of "
+            f"{size} takes {_seconds(ring['theory_s'])} in theory. Lost packets, headers and TCP's "
+            "slow start are not in it."
+        )
+        return [heading, _table(result, _PROJECTED)]
+    heading = (
+        f"{workers} workers, {result['links_in_words']}. Bare ring all-reduce of {size}: "
+        f"{_seconds(ring['seconds'])}, {_seconds(ring['theory_s'])} in theory; a gradient step "
+        f"without exchange: {_seconds(result['compute_s'])}"
+    )
+    return [heading, _table(result, _MEASURED)]
+
+
+def _table(result: Record, columns: Mapping[str, Callable[[Record], str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for title in columns:
+        table.add_column(title, justify="right")
+    for name, record in result["methods"].items():
+        table.add_row(name, *(cell(record) for cell in columns.values()))
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return formats.NONE if value is None else f"{value:.3g}{formats.GAP}s"
+
+
+def _ratio(value: float | None) -> str:
+    return formats.NONE if value is None else f"{value:.3g}{formats.GAP}x"
+
+
+_ALWAYS: dict[str, Callable[[Record], str]] = {
+    "sent, by the ledger": lambda run: formats.size(run["bytes_sent"]),
+}
+_MEASURED = {
+    "time of a step": lambda run: _seconds(run["step_s"]),
+    "by the model": lambda run: _seconds(run["projected_step_s"]),
+    "exchanging": lambda run: formats.percent(run["communicating"]),
+    "time of an exchange": lambda run: _seconds(run["exchange_s"]),
+    **_ALWAYS,
+    "by the kernel": lambda run: formats.size(run["kernel_bytes"]),
+    "faster than DDP": lambda run: _ratio(run["speedup_over_ddp"]),
+}
+_PROJECTED = {
+    "time of a step": lambda run: _seconds(run["projected_step_s"]),
+    "exchanging": lambda run: formats.percent(run["projected_communicating"]),
+    **_ALWAYS,
+    "faster than DDP": lambda run: _ratio(run["speedup_over_ddp"]),
+}
+
+
+def _words(link: Link) -> str:
+    parts = [link.rate or "no limit"]
+    parts += [f"{link.delay_ms:g} ms"] if link.delay_ms else []
+    parts += [f"{100 * link.loss:g} % lost"] if link.loss else []
+    return ", ".join(parts)

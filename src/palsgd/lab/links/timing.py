@@ -1,0 +1,170 @@
+"""What each worker of `palsgd bench link` does: `python -m palsgd.lab.links.timing JOBS RESULTS`.
+
+JOBS is a file with the settings of the runs. Worker 0 writes the file RESULTS.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from palsgd.errors import NonFiniteError
+from palsgd.lab.building import build_optimizer
+from palsgd.lab.files import RunFolder, write_json
+from palsgd.lab.settings import Settings
+from palsgd.lab.training import Trainer
+from palsgd.lab.workload import Workload
+from palsgd.lab.workloads import load
+
+COMPUTE_STEPS = 10  # of a model by itself, to know what a gradient costs
+_RING_S, _MOST_RINGS = 5.0, 9  # how long, and how often, the bare all-reduce is repeated
+
+
+class WatchedTrainer(Trainer):
+    """Also counts the bytes this worker's interface sends while the clock of the run is going."""
+
+    kernel_bytes = 0
+    _counted_from = 0
+
+    def _pause(self) -> None:
+        super()._pause()
+        # What is still queued in the kernel lies before the barrier's own messages.
+        dist.barrier()
+        self.kernel_bytes += interface_bytes() - self._counted_from
+
+    def _go_on(self) -> None:
+        super()._go_on()
+        self._counted_from = interface_bytes()
+
+
+def interface_bytes() -> int:
+    """Sent so far by the interface that gloo uses, as the kernel counts them."""
+    wanted = os.environ["GLOO_SOCKET_IFNAME"]
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == wanted:
+            return int(counters.split()[8])
+    return 0
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo")
+    try:
+        found = measured(jobs)
+        if dist.get_rank() == 0:
+            write_json(Path(sys.argv[2]), found)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(jobs: dict[str, Any]) -> dict[str, Any]:
+    runs = {name: Settings(**settings) for name, settings in jobs["runs"].items()}
+    first, device = next(iter(runs.values())), _device(jobs["device"])
+    workload = load(first.workload, data=jobs["data"], device=device, seed=first.seed)
+    model_bytes = 4 * sum(p.numel() for p in workload.model().parameters())
+    return {
+        "ring": {"bytes": model_bytes, "seconds": ring_seconds(model_bytes)},
+        "compute_s": statistics.fmean(_gathered(compute_seconds(first, workload))),
+        "congestion_control": _congestion_control(),
+        "methods": {
+            name: _trained(settings, workload, RunFolder(Path(jobs["out"]) / name), jobs["quiet"])
+            for name, settings in runs.items()
+        },
+    }
+
+
+def _device(wanted: str) -> torch.device:
+    """GPUs compute where there are any; gloo carries what is sent, through the link."""
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    return torch.device("cuda", dist.get_rank() % gpus) if gpus else torch.device("cpu")
+
+
+def _congestion_control() -> str | None:
+    """TCP's, on which lossy and long links depend."""
+    path = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    return path.read_text().strip() if path.exists() else None
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+def ring_seconds(size: int) -> list[float]:
+    """Of bare all-reduces, each until the last worker has its result. The first does not count:
+    connections are made in it."""
+    values, times = torch.zeros(size // 4), []
+    for _ in range(1 + _MOST_RINGS):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        times.append(max(_gathered(time.perf_counter() - began)))
+        if len(times) > 1 and sum(times[1:]) > _RING_S:
+            break
+    return times[1:]
+
+
+def compute_seconds(settings: Settings, workload: Workload) -> float:
+    """Of a gradient and its step, while the other workers do the same and nobody sends anything:
+    what is missing from a run's time to this is what exchanges have cost."""
+    torch.manual_seed(settings.seed)
+    net = workload.model().to(workload.device)
+    never = settings.changed({"method": "localsgd", "sync_every": 10**6, "warmup_steps": 0})
+    opt = build_optimizer(never, COMPUTE_STEPS, net)
+    for step in range(COMPUTE_STEPS):
+        if step == COMPUTE_STEPS // 5:
+            dist.barrier()
+            _wait_for(workload.device)
+            began = time.perf_counter()
+        batch = workload.batch(
+            worker=dist.get_rank(), workers=dist.get_world_size(), size=settings.batch_size,
+            index=step,
+        )  # fmt: skip
+        workload.loss(net, batch).backward()
+        opt.step()
+        opt.zero_grad()
+    _wait_for(workload.device)
+    return (time.perf_counter() - began) / (COMPUTE_STEPS - COMPUTE_STEPS // 5)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _trained(
+    settings: Settings, workload: Workload, folder: RunFolder, quiet: bool
+) -> dict[str, Any] | None:
+    """One run, with the lab's own files; figures are means over workers. None: it diverged."""
+    trainer = WatchedTrainer(settings, workload, folder, quiet=quiet)
+    try:
+        trainer.train()
+    except NonFiniteError as error:  # on all ranks alike, so they can go on together
+        if dist.get_rank() == 0:
+            folder.write_failure(error)
+        return None
+    ledger = trainer.opt.ledger
+    mine = {"wall_s": trainer._seconds, "kernel_bytes": trainer.kernel_bytes} | {
+        name: getattr(ledger, name)
+        for name in ("gradient_steps", "syncs", "messages", "bytes_sent", "gradient_s",
+                     "mixing_s", "sync_s", "waiting_s")
+    }  # fmt: skip
+    everyone = _gathered(mine)
+    means = {name: statistics.fmean(each[name] for each in everyone) for name in mine}
+    return {"steps": trainer.opt.clock} | means
+
+
+def _gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+if __name__ == "__main__":
+    main()
