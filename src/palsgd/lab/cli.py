@@ -336,6 +336,7 @@ def link(
 
     from palsgd.lab import bench_link
     from palsgd.lab.collection import Options
+    from palsgd.lab.links import unavailable
 
     if "=" in recipe:  # no workload named, only settings
         recipe, changes = "stories", [recipe, *(changes or [])]
@@ -348,6 +349,8 @@ def link(
     runs = {name: settings.changed({"method": name}) for name in _names(methods)}
     out = out or _new_folder(f"{recipe}-link")
     options = Options(data=data, download=download, device=device, force=force, quiet=quiet)
+    if reason := unavailable():
+        typer.echo(f"{reason}. Times are projected from a run over loopback instead.", err=True)
     result = bench_link.bench(runs, links, out, options)
     console = Console()
     for part in bench_link.tables(result):

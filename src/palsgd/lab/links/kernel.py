@@ -18,8 +18,9 @@ _NAME = re.compile(r"palsgd-(\d+)-(\d+)-(hub|w\d+)")
 
 
 def command(*words: str) -> str:
-    """What it prints; if it fails, one line on what was tried and what the answer was."""
-    done = subprocess.run(words, capture_output=True, text=True)
+    """What it prints; if it fails, one line on what was tried and what the answer was. Ctrl-C does
+    not reach it: whatever is begun here is finished, and then undone."""
+    done = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no reason given").splitlines()[-1]
         raise RuntimeError(f"`{' '.join(words)}` failed: {said}")
@@ -100,10 +101,9 @@ def remove(namespace: str) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {pids} in namespace {namespace} cannot be ended")
         time.sleep(0.01)
-    if Path("/sys/class/net", port := port_of(namespace)).exists():
-        ip(f"link delete {port}")
-    if (NAMESPACES / namespace).exists():
-        ip(f"netns delete {namespace}")
+    port = port_of(namespace)
+    _unless_gone(Path("/sys/class/net", port), f"link delete {port}")
+    _unless_gone(NAMESPACES / namespace, f"netns delete {namespace}")
 
 
 def port_of(namespace: str) -> str:
@@ -112,9 +112,18 @@ def port_of(namespace: str) -> str:
 
 
 def _pids(namespace: str) -> list[int]:
-    if not (NAMESPACES / namespace).exists():
-        return []
-    return [int(pid) for pid in ip(f"netns pids {namespace}").split()]
+    found = _unless_gone(NAMESPACES / namespace, f"netns pids {namespace}")
+    return [int(pid) for pid in found.split()]
+
+
+def _unless_gone(path: Path, words: str) -> str:
+    """Another process may be removing the same leftovers."""
+    try:
+        return ip(words) if path.exists() else ""
+    except RuntimeError:
+        if path.exists():
+            raise
+        return ""
 
 
 def remove_leftovers() -> list[str]:

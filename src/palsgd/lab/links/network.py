@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -234,30 +234,35 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP) if sys.platform != "win32" else (signa
 def _signals_raise() -> Iterator[None]:
     """Signals that would end this process at once let it tidy up first; those that the program
     handles itself are left to it."""
-    changed = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in _ENDING:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                changed[number] = signal.signal(number, _leave)
-    try:
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    deadly = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    with _handled(deadly, leave):
         yield
-    finally:
-        for number, before in changed.items():
-            signal.signal(number, before)
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Nothing interrupts what must not be left half done."""
-    if threading.current_thread() is not threading.main_thread():
+    """What must not be left half done is not interrupted; the signal takes effect afterwards."""
+    came: list[int] = []
+    with _handled([signal.SIGINT, *_ENDING], lambda number, frame: came.append(number)):
+        yield
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _handled(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, old in before.items():
+            signal.signal(number, old)
