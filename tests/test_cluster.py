@@ -11,7 +11,6 @@ from torch import nn
 
 import palsgd
 from palsgd.cluster import Cluster, Work
-from palsgd.cluster.all_reduce import slow_start
 from palsgd.cluster.counts import Drawn, Planned
 from palsgd.lab.outlook import expected_most
 from palsgd.pseudo_async import PseudoAsync
@@ -70,22 +69,35 @@ def test_auto_is_the_cheapest(workers, size):
     assert cost("auto") == min(cost("ring"), cost("tree"), cost("two-level"))
 
 
-def test_gloo_hides_latency_behind_its_second_segment():
-    # 4 workers, chunks of 1 MiB in two segments of 42 ms each: 20 ms of latency vanish
-    long = cluster(all_reduce="gloo").network.all_reduce(4 * 2**20)
-    assert long == pytest.approx(6 * 8 * 2**20 / 1e8)
-    # segments of next to nothing: each pair of them costs one latency
-    assert cluster(all_reduce="gloo").network.all_reduce(4) == pytest.approx(6 * 0.02, rel=1e-3)
+def gloo_twin(workers: int, size: float, rate: float, latency: float) -> float:
+    """gloo's two phases, segment by segment: when each is sent by, and has come to, a worker.
+    Workers do the same at the same time, so one stands for all; K > 2."""
+    segments = max(2, math.ceil(size / workers / 2**20))
+    t, now = 8 * size / workers / segments / (rate * 1448 / 1514), 0.0
+    for _phase in range(2):
+        asked, arrived, free = [now, now], [], now
+        for i in range((workers - 1) * segments):
+            data = arrived[i - segments] if i >= segments else now
+            free = max(free, asked[i] + latency, data) + t
+            arrived.append(free + latency)
+            asked.append(arrived[i])  # for the next but one
+        now = arrived[-1]
+    return now
 
 
-def test_tcp_starts_slowly_only_after_a_pause_and_loses_what_its_windows_do():
-    assert slow_start(1e9, 1e8, 0.02, pause=0.1) == 0
-    full, window, lost = 1e8 / 8 * 0.04, 14480.0, 0.0
-    while window < full:
-        lost += 0.04 - window / (1e8 / 8)
-        window *= 2
-    assert slow_start(1e9, 1e8, 0.02, pause=1.0) == pytest.approx(lost)
-    assert slow_start(1e9, 1e8, 0.0, pause=1.0) == 0
+@pytest.mark.parametrize("latency", [0.0, 0.001, 0.02, 0.3])
+@pytest.mark.parametrize("size", [4e2, 1e6, 6e6, 3e7])
+@pytest.mark.parametrize("workers", [3, 4, 8])
+def test_gloo_asks_for_two_segments_at_a_time(workers, size, latency):
+    network = cluster(workers=workers, latency=latency, all_reduce="gloo").network
+    expected = gloo_twin(workers, size, 1e8, latency)
+    assert network.all_reduce(size) == pytest.approx(expected, rel=0.03)
+
+
+def test_short_messages_of_gloo_cost_a_round_trip_per_hop():
+    for workers in (2, 4):
+        network = cluster(workers=workers, all_reduce="gloo").network
+        assert network.all_reduce(4) == pytest.approx(2 * (workers - 1) * 0.04, rel=1e-3)
 
 
 def test_a_coded_exchange_sends_each_half_once():

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo")
 
+TCP_SHARE = 1448 / 1514  # payload in a full Ethernet frame
 GLOO_SEGMENT = 2**20  # bytes: the longest piece that gloo's ring sends at once
-FIRST_WINDOW = 10 * 1448  # bytes: what Linux sends before the first answer (RFC 6928)
-TCP_PAUSE = 0.2  # seconds of silence, and a round trip, after which TCP starts slowly again
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,16 @@ class Network:
     def nodes(self) -> int:
         return math.ceil(self.workers / self.per_node)
 
-    def all_reduce(self, size: float, *, pause: float = 0.0) -> float:
-        """Of `size` bytes, `pause` seconds after the last exchange."""
+    def all_reduce(self, size: float) -> float:
+        """Of `size` bytes."""
         if self.workers == 1:
             return 0.0
-        if self.algorithm == "gloo":
-            return gloo(self, size, pause)
         if self.algorithm != "auto":
             return _COSTS[self.algorithm](self, size)
         names = ["ring", "tree"] + ["two-level"] * (self.per_node > 1)
         return min(_COSTS[name](self, size) for name in names)
 
-    def coded(self, size: float, *, pause: float = 0.0) -> float:
+    def coded(self, size: float) -> float:
         """Of values that are coded into `size` bytes (palsgd.compression): each worker sends every
         other its chunk, all at once, and then the coded means go round a ring.
 
@@ -52,9 +49,9 @@ class Network:
         rate, latency = self.weakest
         abroad = 8 * inside * size * (K - inside) / K / self.rate
         at_home = 8 * size * (inside - 1) / K / self.node_rate
-        gather = (K - 1) * (8 * size / K / rate + latency)
-        start = slow_start(size, rate, latency, pause) if self.algorithm == "gloo" else 0.0
-        return max(abroad, at_home) + latency + gather + start
+        if self.algorithm == "gloo":  # which asks for each chunk before it is sent
+            return max(abroad, at_home) / TCP_SHARE + 2 * latency + gloo_phase(self, size)
+        return max(abroad, at_home) + latency + (K - 1) * (8 * size / K / rate + latency)
 
     @property
     def weakest(self) -> tuple[float, float]:
@@ -91,37 +88,29 @@ def two_level(network: Network, size: float) -> float:
     return _ring(inside, size, network.node_rate, network.node_latency) + between
 
 
-_COSTS = {"ring": ring, "tree": tree, "two-level": two_level}
+def gloo(network: Network, size: float) -> float:
+    """gloo's ring over TCP: a reduce-scatter and an all-gather."""
+    return 2 * gloo_phase(network, size)
 
 
-def gloo(network: Network, size: float, pause: float) -> float:
-    """gloo's ring over TCP.
+def gloo_phase(network: Network, size: float) -> float:
+    """K-1 hops, in each of which a K-th of the data moves on.
 
-    It cuts the data into S segments per worker, at least two and none above 1 MiB, and has two of
-    them on their way at a time. A hop of the ring moves S segments; each takes its time on the
-    link, or half of that and the latency where this is longer.
+    gloo cuts that into S segments, at least two and none above 1 MiB, and a receiver asks for two
+    at a time: one of t seconds on the link is followed by the next but one not before it has
+    arrived and the request for that has come back, so that a pair takes 2t, or t and a round trip
+    where this is longer. A phase begins with a request and ends with an arrival. Between two
+    workers requests queue behind the data of the other direction, which there shares their
+    connection, and each pair but the first waits a latency more.
     """
-    rate, latency = network.weakest
+    (rate, latency), hops = network.weakest, network.workers - 1
     chunk = size / network.workers
     segments = max(2, math.ceil(chunk / GLOO_SEGMENT))
-    alone = 8 * chunk / segments / rate
-    hop = segments * max(alone, (alone + latency) / 2)
-    return 2 * (network.workers - 1) * hop + slow_start(size, rate, latency, pause)
+    t, trip = 8 * chunk / segments / (rate * TCP_SHARE), 2 * latency
+    busy = hops * segments * t + trip
+    idle = hops * segments / 2 * (t + trip) + t
+    queued = busy + (math.ceil(segments / 2) - 1) * latency if hops == 1 else 0.0
+    return max(busy, idle, queued)
 
 
-def slow_start(size: float, rate: float, latency: float, pause: float) -> float:
-    """Seconds that TCP loses, after a pause, until its window holds what the link does.
-
-    The window doubles with each round trip, in which the link could have carried `full` bytes and
-    carries `window`.
-    """
-    trip = 2 * latency
-    full = rate / 8 * trip
-    if pause < TCP_PAUSE + trip:
-        return 0.0
-    lost, window, sent = 0.0, float(FIRST_WINDOW), 0.0
-    while window < full and sent < size:
-        lost += trip * (1 - window / full)
-        sent += window
-        window *= 2
-    return lost
+_COSTS = {"ring": ring, "tree": tree, "two-level": two_level, "gloo": gloo}

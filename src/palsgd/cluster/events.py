@@ -136,7 +136,7 @@ class Clockwork:
     def _post(self, size: float) -> None:
         start = max(float(self.at.max()), self._free)
         exchange = self._network.all_reduce if self.work.compress is None else self._network.coded
-        end = start + exchange(size, pause=start - self._free)
+        end = start + exchange(size)
         self._free = end
         self._count_bytes(size)
         flight = Flight(self.clock + self.work.delay, start, end)
@@ -168,7 +168,6 @@ class Clockwork:
         self._note("wait", computed, met)
         self._note("sync", met, met + exposed)
         self.at = met + exposed
-        self._free = float(self.at[0])
         self.clock += 1
         self.projection.compute_s += mean
         self.projection.wait_s += slowest - mean
