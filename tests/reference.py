@@ -31,6 +31,39 @@ def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, pla
     return anchor
 
 
+def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, delay, parts):
+    """Algorithm 1 with syncs that take `delay` steps, of the elements `parts[0]`, `parts[1]`, ...
+    in turn within a round. A part that comes back is the global model's, with what the local one
+    has gained since it was sent."""
+    anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
+    inner_opt, outer_opt = [inner() for _ in range(workers)], [outer() for _ in parts]
+    drawn, flying = [0] * workers, []  # (clock, part, mean, local models at departure)
+    for t in range(steps):
+        round, place = divmod(t, H)
+        for k in range(workers):
+            if plan(k, round)[place]:
+                local[k] = local[k] - lr(t) * eta / p * (local[k] - anchor)
+            else:
+                local[k] = inner_opt[k](local[k], gradient(k, local[k], drawn[k]), lr(t) / (1 - p))
+                drawn[k] += 1
+        for f, part in enumerate(parts):
+            for _, _, mean, then in [c for c in flying if c[1] == f and t + 1 in (c[0], steps)]:
+                anchor[part] = outer_opt[f](anchor[part], mean)
+                for k in range(workers):
+                    local[k][part] = anchor[part] + local[k][part] - then[k]
+            flying = [c for c in flying if not (c[1] == f and t + 1 in (c[0], steps))]
+        for f, part in enumerate(parts):
+            if place + 1 == (f + 1) * H // len(parts) or t + 1 == steps:
+                mean = np.mean([anchor[part] - x[part] for x in local], axis=0)
+                if delay and t + 1 < steps:
+                    flying.append((t + 1 + delay, f, mean, [x[part].copy() for x in local]))
+                else:
+                    anchor[part] = outer_opt[f](anchor[part], mean)
+                    for k in range(workers):
+                        local[k][part] = anchor[part]
+    return anchor
+
+
 def sgd(momentum=0.0, nesterov=False, fixed_lr=None):
     def build():
         state = {"v": None}

@@ -1,7 +1,11 @@
 """Where each tensor lies in one flat buffer, and how ranges of it travel in buckets."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+_ALIGNED = 64  # elements: fragments start where vectorized kernels, and 8-byte words, may
 
 
 class Layout:
@@ -60,9 +64,10 @@ class Bucket:
         for i in layout.order:
             start, stop = layout.starts[i], layout.starts[i] + layout.sizes[i]
             first, last = max(low, start), min(high, stop)
-            if first >= last:
+            empty_here = start == stop and (low <= start < high or start == high == layout.size)
+            if first >= last and not empty_here:
                 continue
-            if (first, last) == (start, stop):
+            if empty_here or (first, last) == (start, stop):
                 self._whole.append((i, layout.view(i, buffer, start - low)))
             else:
                 place = slice(first - low, last - low)
@@ -87,6 +92,29 @@ class Bucket:
             if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
                 tensors[i].copy_(self._layout.view(i, flat, 0))
 
+    def parts(self, tensors: list[Tensor] | None = None) -> list[Tensor]:
+        """The range tensor by tensor: views of the bucket or, if given, of `tensors`. One that
+        is cut comes as the flat piece of it that is in this range."""
+        found: list[tuple[int, Tensor]] = []
+        for i, view in self._whole:
+            found.append((i, view if tensors is None else self._layout.dense(i, tensors[i])))
+        for i, part, place in self._cut:
+            if tensors is None:
+                found.append((i, self.flat[place]))
+            else:
+                found.append((i, self._layout.flattened(i, tensors[i])[part]))
+        return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0])]
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Add the bucket to `tensors`, as far as they are in this range."""
+        for i, view in self._whole:
+            tensors[i].add_(view)
+        for i, part, place in self._cut:
+            flat = self._layout.flattened(i, tensors[i])
+            flat[part].add_(self.flat[place])
+            if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
+                tensors[i].copy_(self._layout.view(i, flat, 0))
+
     def subtract(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
         """Fill the bucket with a flat buffer, given with its views, minus `tensors`."""
         minuend = flat[self._low : self._low + self.flat.numel()]
@@ -102,15 +130,14 @@ class Bucket:
 
 
 class Buckets:
-    """A layout cut into ranges of at most `width` elements that share one buffer, which has
-    `room` more elements for what travels behind the first range."""
+    """A part of a layout cut into ranges of at most `width` elements that share one buffer, which
+    has room for what travels behind the first of them."""
 
-    def __init__(self, layout: Layout, width: int, room: int, like: Tensor):
-        width = max(1, min(width, layout.size))
-        self._buffer = like.new_empty(width + room)
+    def __init__(self, layout: Layout, part: range, width: int, buffer: Tensor):
+        self._buffer = buffer
         self.ranges = [
-            Bucket(layout, low, self._buffer[: min(width, layout.size - low)])
-            for low in range(0, max(1, layout.size), width)
+            Bucket(layout, low, buffer[: min(width, part.stop - low)])
+            for low in range(part.start, max(part.start + 1, part.stop), width)
         ]
 
     def first_message(self, extras: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,6 +146,17 @@ class Buckets:
         message = self._buffer[: elements + extras.numel()]
         message[elements:] = extras
         return message, message[elements:]
+
+
+def fragments(size: int, count: int) -> list[range]:
+    """`count` parts of a flat buffer, equal but for what alignment asks."""
+    if count == 1:
+        return [range(size)]
+    if size < 2 * count:
+        raise ValueError(f"fragments={count} are too many for {size} parameters; use fewer")
+    aligned = _ALIGNED if size >= 16 * _ALIGNED * count else 2
+    bounds = [size * i // count // aligned * aligned for i in range(count)] + [size]
+    return [range(low, high) for low, high in pairwise(bounds)]
 
 
 def _memory_strides(tensor: Tensor) -> tuple[int, ...]:

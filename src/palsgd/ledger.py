@@ -33,6 +33,7 @@ class Ledger:
     beta_min: float = math.inf
     beta_max: float = -math.inf
     distance: float = 0.0  # of the local model to the anchor, at the last sync
+    interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per sync
 
     @property

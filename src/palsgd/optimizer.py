@@ -11,13 +11,16 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from palsgd.buffers import Buffers
+from palsgd.compression import find_codec
 from palsgd.core import Core
-from palsgd.draws import one_of
+from palsgd.draws import one_of, whole
 from palsgd.errors import SyncError
+from palsgd.interval import Auto, interval
 from palsgd.joined import Joined
 from palsgd.ledger import Ledger
 from palsgd.method import Method
@@ -27,7 +30,7 @@ from palsgd.pseudo_async import PseudoAsync
 from palsgd.replica import Anchor, Replica
 from palsgd.state import load_state, save_state
 from palsgd.sync import Exchange
-from palsgd.transport import Transport, ambient_transport
+from palsgd.transport import Transport, ambient_transport, fulfil
 from palsgd.warmup import gradient_sync
 
 
@@ -39,6 +42,9 @@ class Shared(TypedDict, total=False):
     on_nonfinite: str  # "raise" or "skip": a worker whose model is not finite at a sync
     scheduler: Any  # an LRScheduler, or optimizer -> LRScheduler, stepped once per tick
     bucket_mb: float  # the largest message, in MiB
+    compress: str | None  # "bf16", "int8", "int4", "topk:SHARE": what a sync sends
+    delay: int  # steps that a sync has to travel, during which training goes on
+    fragments: int  # parts of the model that are synced one after another within a round
     group: ProcessGroup | None  # the workers, if not all ranks
     transport: Transport | None  # instead of a process group
 
@@ -58,6 +64,10 @@ class LocalOptimizer(Optimizer):
         on_nonfinite: str = "raise",
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         bucket_mb: float = 128.0,
+        compress: str | None = None,
+        delay: int = 0,
+        fragments: int = 1,
+        auto: Auto | None = None,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
@@ -72,7 +82,9 @@ class LocalOptimizer(Optimizer):
         for name, value in (("max_norm", max_norm), ("bucket_mb", bucket_mb)):
             if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ValueError(f"{name}={value!r} must be a number > 0")
-        self.model, self.inner, self.method = model, inner, method
+        codec = find_codec(compress)
+        _check_lag(method, auto, delay, fragments)
+        self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
         share = weakref.WeakMethod(self._share_inner)  # no cycle that keeps sockets open
@@ -80,7 +92,7 @@ class LocalOptimizer(Optimizer):
         replica = Replica(model, inner)
         method.check(replica)
         self.transport = transport or ambient_transport() or find_transport(replica.params, group)
-        self.outer = self._build_outer(replica, outer)
+        self.outer = self._build_outer(replica, outer, fragments)
         self._core = Core(
             method=method,
             replica=replica,
@@ -92,9 +104,17 @@ class LocalOptimizer(Optimizer):
             skip_nonfinite=on_nonfinite == "skip",
             max_norm=max_norm,
             bucket_size=max(1, int(bucket_mb * 2**20) // replica.dtype.itemsize),
+            codec=codec,
+            delay=delay,
+            auto=auto,
         )
         self._showing_anchor = False
-        self.config = self._describe(on_nonfinite, max_norm)
+        self.config = self._describe(on_nonfinite, max_norm) | {
+            "compress": None if codec is None else codec.name,
+            "delay": delay,
+            "fragments": fragments,
+            **({} if auto is None else {"sync_every": str(auto)}),
+        }
         self.transport.agree(
             self.config
             | {
@@ -106,16 +126,30 @@ class LocalOptimizer(Optimizer):
         )
         self._core.gradient_sync.switch(on=self._core.warming_up)
         self.set_scheduler(scheduler)
+        if delay:
+            self.transport.prepare(replica.device)
+
+    @property
+    def method(self) -> Method:
+        """The rules, with the H in force: sync_every="auto" changes it."""
+        return self._core.method
 
     def _share_inner(self) -> None:
         """Groups and state are the inner optimizer's own objects, so that schedulers, GradScaler
         and hooks act on the real ones whichever of the two they are given."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def _build_outer(self, replica: Replica, outer: OuterFactory | None) -> Optimizer | None:
+    def _build_outer(
+        self, replica: Replica, outer: OuterFactory | None, fragments: int
+    ) -> Optimizer | None:
         if outer is None:
             return None
-        replica.anchor = Anchor(replica)
+        if fragments > 1 and any(isinstance(p, DTensor) for p in replica.params):
+            raise ValueError(
+                f"fragments={fragments} cut through tensors, which sharded parameters cannot bear; "
+                "use fragments=1, with delay= to overlap"
+            )
+        replica.anchor = Anchor(replica, fragments)
         if not callable(outer):
             raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
         built = outer(replica.anchor.params)
@@ -192,16 +226,16 @@ class LocalOptimizer(Optimizer):
         """Feed the core from the transport. A failure is raised inside the core, which puts back
         what it must."""
         try:
-            tensors = next(exchange)
+            request = next(exchange)
             while True:
                 try:
-                    sent = self.transport.average(tensors)
+                    sent = fulfil(self.transport, request)
                 except RuntimeError as error:
-                    tensors = exchange.throw(self._lost_peer(error))
+                    request = exchange.throw(self._lost_peer(error))
                 except BaseException as error:  # Ctrl-C, say
-                    tensors = exchange.throw(error)
+                    request = exchange.throw(error)
                 else:
-                    tensors = exchange.send(sent)
+                    request = exchange.send(sent)
         except StopIteration:
             pass
 
@@ -313,7 +347,7 @@ class PALSGD(LocalOptimizer):
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: int,
+        sync_every: int | str | Auto,
         mix_prob: float,
         mix_rate: float,
         outer: OuterFactory | None = None,
@@ -322,15 +356,16 @@ class PALSGD(LocalOptimizer):
         seed: int = 0,
         **shared: Unpack[Shared],
     ):
+        first, auto = interval(sync_every)
         method = PseudoAsync(
-            sync_every=sync_every,
+            sync_every=first,
             warmup_steps=warmup_steps,
             mix_prob=mix_prob,
             mix_rate=mix_rate,
             draws=draws,
             seed=seed,
         )
-        super().__init__(model, inner, method, outer or nesterov(), **shared)
+        super().__init__(model, inner, method, outer or nesterov(), auto=auto, **shared)
 
 
 class DiLoCo(PALSGD):
@@ -341,7 +376,7 @@ class DiLoCo(PALSGD):
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: int,
+        sync_every: int | str | Auto,
         outer: OuterFactory | None = None,
         warmup_steps: int = 0,
         **shared: Unpack[Shared],
@@ -366,7 +401,7 @@ class LocalSGD(DiLoCo):
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: int,
+        sync_every: int | str | Auto,
         warmup_steps: int = 0,
         **shared: Unpack[Shared],
     ):
@@ -386,7 +421,28 @@ class DDP(LocalOptimizer):
     def __init__(
         self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **shared: Unpack[Shared]
     ):
+        for name, nothing in (("compress", None), ("delay", 0), ("fragments", 1)):
+            if shared.get(name, nothing) not in (nothing, "none"):
+                raise ValueError(
+                    f"{name}={shared[name]!r} is about syncs, which DDP has none of; leave it out, "  # type: ignore[literal-required]
+                    "or give torch's DistributedDataParallel a communication hook"
+                )
         super().__init__(model, inner, Method(sync_every=1, warmup_steps=math.inf), None, **shared)
+
+
+def _check_lag(method: Method, auto: Auto | None, delay: int, fragments: int) -> None:
+    whole("fragments", fragments, least=1)
+    whole("delay", delay)
+    most, name = (auto.most, "most") if auto else (method.sync_every, "sync_every")
+    if fragments > most:
+        raise ValueError(
+            f"fragments={fragments} are more than a round has steps ({name}={most}); use fewer"
+        )
+    if delay * fragments > most:
+        raise ValueError(
+            f"delay={delay} is longer than the {most // fragments} steps until the next sync "
+            f"begins ({name}={most}, fragments={fragments}); use delay <= {most // fragments}"
+        )
 
 
 def _signature(optimizer: Optimizer | None) -> str:

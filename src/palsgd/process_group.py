@@ -1,13 +1,17 @@
 """The transport of real runs: a torch.distributed process group (gloo, NCCL)."""
 
+from concurrent.futures import Future
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from palsgd.transport import check_agreement
+from palsgd.background import Background
+from palsgd.transport import Message, check_agreement, coded_mean
 
 
 class ProcessGroupTransport:
@@ -15,20 +19,60 @@ class ProcessGroupTransport:
 
     def __init__(self, group: ProcessGroup | None = None, inside: ProcessGroup | None = None):
         self._group, self.inside = group, inside
+        self._behind: ProcessGroup | None = None  # for exchanges in the background
+        self._background: Background | None = None
+        self._flying: WeakKeyDictionary[Message, Future[int]] = WeakKeyDictionary()
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
         self._divides = "nccl" in dist.get_backend_config(group)  # on the fly, for CUDA tensors
 
     def average(self, tensors: list[Tensor]) -> int:
+        return sum(self._mean(tensor, self._group) for tensor in tensors)
+
+    def exchange(self, message: Message) -> int:
+        return self._exchange(message, self._group)
+
+    def prepare(self, device: torch.device) -> None:
+        """Make what exchanges in the background need: a thread, and a group of their own, as
+        they would otherwise meet the main thread's exchanges in an order that differs from rank
+        to rank. Every rank must call."""
+        if self._behind is None:
+            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            some = len(ranks) < dist.get_world_size()
+            group = dist.new_group(ranks, use_local_synchronization=some)
+            assert isinstance(group, ProcessGroup)  # this rank is one of them
+            self._behind = group
+            self._background = Background(device)
+
+    def begin(self, message: Message) -> None:
+        assert self._background is not None
+        group = self._behind
+        self._flying[message] = self._background.submit(lambda: self._exchange(message, group))
+
+    def finish(self, message: Message) -> int:
+        return self._flying[message].result()
+
+    def _exchange(self, message: Message, group: ProcessGroup | None) -> int:
+        if message.codec is None or self.workers == 1:
+            return self._mean(message.values, group)
+        coded = coded_mean(message, self.workers)
+        chunks = coded.chunks()
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received, chunks, group=group)
+        dist.all_gather_into_tensor(chunks.view(-1), coded.mean(received), group=group)
+        coded.accept(chunks)
+        message.left = coded.left
+        return chunks.nbytes
+
+    def _mean(self, tensor: Tensor, group: ProcessGroup | None) -> int:
         if self.workers == 1:
             return 0
-        for tensor in tensors:
-            if tensor.is_cuda and self._divides:
-                dist.all_reduce(tensor, dist.ReduceOp.AVG, group=self._group)
-            else:
-                dist.all_reduce(tensor, group=self._group)
-                tensor.div_(self.workers)
-        return sum(tensor.nbytes for tensor in tensors)
+        if tensor.is_cuda and self._divides:
+            dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
+        else:
+            dist.all_reduce(tensor, group=group)
+            tensor.div_(self.workers)
+        return tensor.nbytes
 
     def combine(self, values: Tensor) -> None:
         if self.inside is not None:

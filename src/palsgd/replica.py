@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from palsgd.layout import Layout
+from palsgd.layout import Bucket, Layout, fragments
 
 
 class Replica:
@@ -68,13 +68,21 @@ class Replica:
 
 
 class Anchor:
-    """The last global model in full precision: one flat buffer, seen tensor by tensor."""
+    """The last global model in full precision: one flat buffer, seen tensor by tensor, or in
+    `fragments` parts that are synced on their own. The bounds of those may cut a tensor in two."""
 
-    def __init__(self, replica: Replica):
+    def __init__(self, replica: Replica, count: int = 1):
         self._replica = replica
-        self.flat = torch.zeros(replica.layout.size, dtype=replica.dtype, device=replica.device)
-        self.views = replica.layout.views(self.flat)
-        self.params = [nn.Parameter(view) for view in self.views]  # what the outer optimizer moves
+        layout = replica.layout
+        self.flat = torch.zeros(layout.size, dtype=replica.dtype, device=replica.device)
+        self.views = layout.views(self.flat)
+        self.ranges = fragments(layout.size, count)
+        self._fragments = [
+            Bucket(layout, r.start, self.flat[r.start : r.stop]) for r in self.ranges
+        ]
+        # what the outer optimizer moves: of each fragment its tensors, or pieces of them
+        self.pieces = [[nn.Parameter(p) for p in each.parts()] for each in self._fragments]
+        self.params = [piece for pieces in self.pieces for piece in pieces]
 
     def take(self) -> None:
         """The local model becomes the global one."""
@@ -85,9 +93,20 @@ class Anchor:
         """The global model becomes the local one."""
         torch._foreach_copy_(self._replica.local(), self.views)
 
-    def digest(self) -> int:
+    @torch.no_grad()
+    def give_fragment(self, fragment: int) -> None:
+        self._fragments[fragment].write(self._replica.local())
+
+    def parts(self, fragment: int, tensors: list[Tensor]) -> list[Tensor]:
+        """What lies in `tensors` where `pieces` lie in the anchor."""
+        return self._fragments[fragment].parts([t.detach() for t in tensors])
+
+    def digest(self, fragment: int | None = None) -> int:
         """32 bits that are equal on two workers whose anchors are equal, bit for bit."""
-        return digest(self.flat)
+        if fragment is None:
+            return digest(self.flat)
+        part = self.ranges[fragment]
+        return digest(self.flat[part.start : part.stop])
 
 
 def digest(flat: Tensor) -> int:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from palsgd.errors import ConsensusError, NonFiniteError
-
-_FIELDS = 4
+from palsgd.interval import Costs
 
 
 @dataclass(frozen=True)
@@ -18,30 +17,35 @@ class Attendance:
     digest: int  # of its anchor, 32 bits
     finite: bool  # is its local model?
     seconds: float  # its last exchange took, waiting included
+    sync_s: float = 0.0  # its last sync took, that exchange included
+    step_s: float = 0.0  # a gradient step takes it
 
 
 class RollCall:
-    """A payload section of four numbers per worker: each fills its own, the mean has them all.
+    """A payload section of a few numbers per worker: each fills its own, the mean has them all.
 
     The 32-bit digest travels as two 16-bit halves. K times a float32 mean over K workers is off
     by at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
     """
 
-    def __init__(self, workers: int):
+    def __init__(self, workers: int, *, with_costs: bool = False):
         self._workers = workers
-        self.size = _FIELDS * workers
+        self._fields = 6 if with_costs else 4
+        self.size = self._fields * workers
 
     def encode(self, worker: int, mine: Attendance, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(not mine.finite), mine.seconds]
-        section[_FIELDS * worker : _FIELDS * (worker + 1)] = torch.tensor(line, dtype=like.dtype)
+        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(not mine.finite)]
+        line += [mine.seconds, mine.sync_s, mine.step_s]
+        own = section[self._fields * worker : self._fields * (worker + 1)]
+        own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
         return section
 
     def decode(self, mean: Tensor) -> list[Attendance]:
-        lines = (mean.double() * self._workers).view(self._workers, _FIELDS).tolist()
+        lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
         return [
-            Attendance(round(low) + (round(high) << 16), round(broken) == 0, seconds)
-            for low, high, broken, seconds in lines
+            Attendance(round(low) + (round(high) << 16), round(broken) == 0, *seconds)
+            for low, high, broken, *seconds in lines
         ]
 
 
@@ -74,6 +78,15 @@ def waiting(attendance: list[Attendance], worker: int) -> float:
     """How long this worker waited in the last exchange: the last to arrive did not wait at
     all, so the shortest exchange is what sending takes, and the rest of ours was waiting."""
     return max(0.0, attendance[worker].seconds - min(line.seconds for line in attendance))
+
+
+def costs(attendance: list[Attendance]) -> Costs:
+    """Of the last sync, without waiting, and of a gradient step: those of the slowest worker."""
+    quickest = min(line.seconds for line in attendance)
+    return Costs(
+        max(line.sync_s - (line.seconds - quickest) for line in attendance),
+        max(line.step_s for line in attendance),
+    )
 
 
 def _workers(indices: list[int]) -> str:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from palsgd.replica import uncompiled
 from palsgd.roll_call import Attendance, check_consensus
+from palsgd.transport import Message
 
 if TYPE_CHECKING:
     from palsgd.core import Core
@@ -106,14 +107,14 @@ def average_gradients(core: "Core") -> "Exchange":
         bucket.read(_or_zeros(replica.grads(), replica.local()))
         if number == 0:
             message, place = buckets.first_message(extras)
-            core.count_message((yield [message]))
+            core.count_message((yield Message(message)))
             extras.copy_(place)
             shares, roll, *buffers = extras.split(sizes)
             check_consensus(core.roll_call.decode(roll), f"the first step (clock {core.clock})")
             core.started_alike = True
             _make_missing(replica.params, shares.tolist())
         else:
-            core.count_message((yield [bucket.flat]))
+            core.count_message((yield Message(bucket.flat)))
         bucket.write(_or_zeros(replica.grads(), replica.local()))
     core.buffers.settle(torch.cat([core.like, *buffers]), core.workers, core.workers)
 

@@ -27,6 +27,7 @@ def build_optimizer(settings: Settings, steps: int, model: nn.Module) -> palsgd.
     if settings.method == "ddp":
         return palsgd.DDP(model, inner, **shared)
     shared |= {"sync_every": settings.sync_every, "warmup_steps": settings.warmup_steps}
+    shared |= {name: getattr(settings, name) for name in ("compress", "delay", "fragments")}
     if settings.method == "localsgd":
         return palsgd.LocalSGD(model, inner, **shared)
     shared |= {"outer": outer_optimizer(settings)}

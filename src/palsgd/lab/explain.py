@@ -53,10 +53,20 @@ def headline(ahead: Outlook) -> Text:
         phases.append(f"{_count(ahead.warmup, 'step')} of {name}DDP (each an all-reduce)")
     if ahead.rounds:
         H = ahead.method.sync_every
-        phases.append(f"{_count(ahead.rounds, 'round')} of {H:,} (a sync at the end of each)")
+        phases.append(f"{_count(ahead.rounds, 'round')} of {H:,} ({_sync(settings)})")
     what = f"{settings.method} on {settings.workload}, {_count(settings.workers, 'worker')}"
     text = f"{what}, {_count(ahead.steps, 'step')}: {', then '.join(phases)}"
     return Text(text, style="bold")
+
+
+def _sync(settings: Settings) -> str:
+    parts = settings.fragments
+    words = "a sync at the end of each" if parts == 1 else f"synced in {parts} parts, one by one"
+    if settings.delay:
+        words += f", applied {_count(settings.delay, 'step')} later"
+    if settings.compress not in (None, "none"):
+        words += f", sent as {settings.compress}"
+    return words
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from importlib import import_module
 import numpy as np
 import torch
 
+from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
 from palsgd.lab.building import learning_rate_factor
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads import WORKLOADS
+from palsgd.layout import fragments
 from palsgd.method import Method
 from palsgd.pseudo_async import PseudoAsync
 from palsgd.roll_call import RollCall
@@ -81,9 +83,22 @@ class Outlook:
 
     @property
     def sync_numbers(self) -> float:
-        """What a worker sends at a sync, in numbers of 4 bytes; in models, their size unknown."""
+        """What a worker sends in a round, in numbers of 4 bytes; in models, their size unknown."""
+        codec = find_codec(self.settings.compress)
+        if self.parameters is None:
+            return 1.0 if codec is None else codec.width / (4 * BLOCK)
         roll_call = RollCall(self.settings.workers).size
-        return 1.0 if self.parameters is None else self.parameters + roll_call
+        return sum(
+            self._message(len(part), roll_call, codec)
+            for part in fragments(self.parameters, self.settings.fragments)
+        )
+
+    def _message(self, elements: int, extras: int, codec: Codec | None) -> float:
+        workers = self.settings.workers
+        if codec is None or workers == 1:
+            return elements + extras
+        values = torch.empty(elements + extras, device="meta")
+        return CodedMean(values, extras, codec, None, workers).nbytes / 4
 
     @property
     def model_numbers(self) -> float:
@@ -107,9 +122,14 @@ def method_of(settings: Settings) -> Method:
     """What the optimizer that is built from these settings has as its method."""
     if settings.method == "ddp":
         return Method(sync_every=1, warmup_steps=math.inf)
+    if settings.sync_every == "auto":
+        raise ValueError(
+            "sync_every=auto is chosen when training runs, from what it measures; give a number "
+            "here"
+        )
     mixes = settings.method == "palsgd"
     return PseudoAsync(
-        sync_every=settings.sync_every,
+        sync_every=int(settings.sync_every),
         warmup_steps=settings.warmup_steps,
         mix_prob=settings.mix_prob if mixes else 0.0,
         mix_rate=settings.mix_rate if mixes else 0.0,

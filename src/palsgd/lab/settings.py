@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from palsgd.compression import find_codec
+
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
 
 
@@ -21,12 +23,15 @@ class Settings:
     batch_size: int = 32  # per worker and gradient
     micro_batches: int = 1  # a gradient is the mean over this many parts of its batch
 
-    sync_every: int = 64  # H
+    sync_every: int | str = 64  # H, or "auto": from what syncs and steps are measured to cost
     mix_prob: float = 0.1  # p
     mix_rate: float = 1.0  # eta
     warmup_steps: int = 0
     draws: str = "balanced"
     buffers: str = "average"
+    compress: str | None = None  # what a sync sends: bf16, int8, int4 or topk:SHARE
+    delay: int = 0  # steps that a sync travels, while training goes on
+    fragments: int = 1  # parts of the model that are synced one after another
 
     inner: str = "sgd"
     lr: float = 0.01
@@ -52,8 +57,11 @@ class Settings:
                 )
         for name, (allows, words) in RANGES.items():
             value = getattr(self, name)
+            if (name, value) == ("sync_every", "auto"):
+                continue
             if value is not None and not (math.isfinite(value) and allows(value)):
                 raise ValueError(f"{name}={value} must be {words}")
+        find_codec(self.compress)
         if self.epochs is not None and not self.epochs > 0:
             raise ValueError(f"epochs={self.epochs} must be more than 0")
         if self.batch_size % self.micro_batches:
@@ -98,7 +106,8 @@ _POSITIVE = (lambda x: x > 0, "a number > 0")
 _SHARE = (lambda x: 0 <= x < 1, "in [0, 1)")
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     **dict.fromkeys(("workers", "steps", "batch_size", "micro_batches", "sync_every"), _COUNT),
-    **dict.fromkeys(("evaluate_every", "checkpoint_every"), _COUNT),
+    **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
+    "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
     **dict.fromkeys(("lr", "outer_lr", "mix_rate"), _NOT_NEGATIVE),
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
@@ -115,6 +124,8 @@ def parsed(name: str, value: Any) -> Any:
         return value
     if type(None) in kinds and value.lower() == "none":
         return None
+    if (name, value) == ("sync_every", "auto"):
+        return value
     kind = next(k for k in kinds if k is not type(None))
     try:
         return kind(value)

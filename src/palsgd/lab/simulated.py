@@ -181,7 +181,19 @@ def _evaluation_is_due(settings: Settings, every: int, clock: int) -> bool:
     local = clock - settings.warmup_steps
     if settings.method == "ddp" or local <= 0:
         return clock % every == 0
-    return clock // every > max(clock - settings.sync_every, settings.warmup_steps) // every
+    return clock // every > _exchange_before(settings, clock) // every
+
+
+def _exchange_before(settings: Settings, clock: int) -> int:
+    """The clock at which the sync before this one was applied, or the local phase began."""
+    every, parts = int(settings.sync_every), settings.fragments
+    round = (clock - settings.warmup_steps) // every
+    applied = [
+        settings.warmup_steps + r * every + (f + 1) * every // parts + settings.delay
+        for r in range(max(0, round - 2), round + 1)
+        for f in range(parts)
+    ]
+    return max((each for each in applied if each < clock), default=settings.warmup_steps)
 
 
 def shape_of(settings: Settings) -> tuple[Any, ...]:

@@ -144,7 +144,7 @@ class Trainer:
     def _checkpoint_is_due(self, evaluated: bool) -> bool:
         if self.settings.checkpoint_every is None:
             return evaluated
-        every = self.settings.checkpoint_every * self.settings.sync_every
+        every = self.settings.checkpoint_every * self.opt.method.sync_every
         return self.opt.clock - self._saved_at >= every
 
     # -- records ---------------------------------------------------------------------------------

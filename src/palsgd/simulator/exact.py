@@ -16,7 +16,15 @@ from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, check_loss, moved
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
-from palsgd.transport import ambient, check_agreement
+from palsgd.transport import (
+    Begin,
+    Finish,
+    Message,
+    Request,
+    ambient,
+    check_agreement,
+    coded_mean,
+)
 
 Randomness = dict[str, Any]  # the state of torch's generators, on a device
 
@@ -29,6 +37,19 @@ class SimulatedTransport:
 
     def average(self, tensors: list[Tensor]) -> int:
         raise RuntimeError("a simulated worker is driven by palsgd.simulate, not by opt.step()")
+
+    def exchange(self, message: Message) -> int:
+        return self.average([message.values])
+
+    def prepare(self, device: torch.device) -> None:
+        pass
+
+    def begin(self, message: Message) -> None:
+        self.exchange(message)
+
+    def finish(self, message: Message) -> int:
+        """Messages meet when they are begun, and are there at once."""
+        return message_bytes([message] * self.workers)
 
     def combine(self, values: Tensor) -> None:
         pass
@@ -47,6 +68,11 @@ def built(
         raise ValueError(
             f"method(model) must return a palsgd optimizer, got {type(opt).__name__}; use "
             "lambda model: palsgd.DiLoCo(model, SGD(model.parameters(), 0.1), sync_every=32)"
+        )
+    if opt._core.auto is not None:
+        raise ValueError(
+            "sync_every='auto' measures a link, and simulated workers have none; give a number, "
+            "such as the one that a real run's ledger.interval shows"
         )
     return opt
 
@@ -79,9 +105,9 @@ class Worker:
         self.notes: list[Note] = []  # one per exchange
         self._worker, self._loss, self._batches = transport.worker, loss, batches
         self._rng = rng
-        self._life: Generator[list[Tensor], int, None] | None = None
+        self._life: Generator[Request, int, None] | None = None
 
-    def advance(self, steps: int, sent: int) -> list[Tensor] | None:
+    def advance(self, steps: int, sent: int) -> Request | None:
         """Run to the next mean that is due; None at the end of training."""
         with own_randomness(self._rng):
             if self._life is None:
@@ -92,7 +118,7 @@ class Worker:
             except StopIteration:
                 return None
 
-    def _train(self, steps: int) -> Generator[list[Tensor], int, None]:
+    def _train(self, steps: int) -> Generator[Request, int, None]:
         core, opt = self.opt._core, self.opt
         core.end = steps
         yield from torch.no_grad()(core.skip_idle_rounds)()
@@ -132,7 +158,7 @@ def run_exact(
     recorder.begin(steps)
     sent, requests = 0, [worker.advance(steps, 0) for worker in crew]
     while any(request is not None for request in requests):
-        sent = mean_(requests, crew[0].opt.clock)
+        sent = meet(requests, crew[0].opt.clock)
         requests = [worker.advance(steps, sent) for worker in crew]
     recorder.end()
     return Result(
@@ -185,29 +211,60 @@ def check_losses(losses: list[Tensor], gradient_steps: list[int], workers: list[
             )
 
 
-def mean_(requests: list[list[Tensor] | None], clock: int) -> int:
-    """Replace what each worker brought by the mean of all, as an all-reduce would."""
+def meet(requests: list[Request | None], clock: int) -> int:
+    """Replace what each worker brought by the mean of all, as an all-reduce would. The bytes that
+    each has sent."""
     absent = [k for k, request in enumerate(requests) if request is None]
     if absent:
         raise SyncError(f"worker {absent[0]} ended before the exchange at clock {clock}")
-    lists = [request for request in requests if request is not None]
-    sizes = [[t.numel() for t in request] for request in lists]
-    odd = next((k for k, found in enumerate(sizes) if found != sizes[0]), None)
+    found = [request for request in requests if request is not None]
+    odd = next((k for k, r in enumerate(found) if type(r) is not type(found[0])), None)
+    if odd is not None:
+        raise SyncError(
+            f"workers 0 and {odd} ask for a {type(found[0]).__name__} and a "
+            f"{type(found[odd]).__name__} at clock {clock}; every worker must run the same method"
+        )
+    messages = [r if isinstance(r, Message) else r.message for r in found]
+    if isinstance(found[0], Finish):
+        return message_bytes(messages)
+    sizes = [m.values.numel() for m in messages]
+    odd = next((k for k, size in enumerate(sizes) if size != sizes[0]), None)
     if odd is not None:
         raise SyncError(
             f"workers 0 and {odd} bring messages of {sizes[0]} and {sizes[odd]} elements to the "
             f"exchange at clock {clock}; every worker must run the same method and model"
         )
-    if len(lists) == 1:
+    sent = message_bytes(messages)
+    if len(messages) > 1:
+        average = _mean if messages[0].codec is None else _coded_mean
+        average(messages)
+    return 0 if isinstance(found[0], Begin) else sent
+
+
+def _mean(messages: list[Message]) -> None:
+    total = messages[0].values.clone()
+    for message in messages[1:]:
+        total += message.values
+    total /= len(messages)
+    for message in messages:
+        message.values.copy_(total)
+
+
+def _coded_mean(messages: list[Message]) -> None:
+    coded = [coded_mean(message, len(messages)) for message in messages]
+    sent = torch.stack([each.chunks() for each in coded])
+    means = torch.stack([each.mean(sent[:, k]) for k, each in enumerate(coded)])
+    for message, each in zip(messages, coded, strict=True):
+        each.accept(means)
+        message.left = each.left
+
+
+def message_bytes(messages: list[Message]) -> int:
+    """What each worker hands over, in a message like these."""
+    if len(messages) == 1:
         return 0
-    for tensors in zip(*lists, strict=True):
-        total = tensors[0].clone()
-        for tensor in tensors[1:]:
-            total += tensor
-        total /= len(tensors)
-        for tensor in tensors:
-            tensor.copy_(total)
-    return sum(t.nbytes for t in lists[0])
+    first = messages[0]
+    return first.values.nbytes if first.codec is None else coded_mean(first, len(messages)).nbytes
 
 
 def seeded(seed: int, device: torch.device) -> Randomness:

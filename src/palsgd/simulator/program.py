@@ -42,6 +42,9 @@ class LossModule(nn.Module):
 def check_plain(model: nn.Module, opt: LocalOptimizer) -> None:
     """Refuse what the stacked program would pass over in silence."""
     inner, scheduler = opt.inner, opt._core.scheduler
+    for name, plain in (("compress", None), ("delay", 0), ("fragments", 1)):
+        if opt.config[name] != plain:
+            raise CannotVectorizeError(f"{name}={opt.config[name]!r} is for the exact engine")
     if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
         raise CannotVectorizeError("the inner optimizer has step hooks")
     if any(has_hooks(p) for p in model.parameters()):

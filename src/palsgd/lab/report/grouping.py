@@ -12,9 +12,10 @@ _NOT_SETTINGS = {"schema", "seed", "floor", "method", "workload"}
 
 # A comparison hands all methods the same settings; these have no effect on the method.
 _OUTER = ("outer", "outer_lr", "outer_momentum")
+_SYNC = ("compress", "delay", "fragments")
 _MIXING = ("mix_prob", "mix_rate", "draws")
 _WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "ddp": ("sync_every", "warmup_steps", *_MIXING, *_OUTER),
+    "ddp": ("sync_every", "warmup_steps", *_SYNC, *_MIXING, *_OUTER),
     "localsgd": (*_MIXING, *_OUTER),
     "diloco": _MIXING,
 }

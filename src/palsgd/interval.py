@@ -1,0 +1,64 @@
+"""How many steps to take between syncs, from what a sync and a step are measured to cost."""
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+from palsgd.draws import whole
+
+
+@dataclass(frozen=True)
+class Auto:
+    """H such that communication takes at most `share` of the time, within bounds.
+
+    The first `rounds` rounds have `least` steps each, are not overlapped, and are measured; the
+    first of them, in which buffers and kernels are made, does not count.
+    """
+
+    share: float = 0.05
+    least: int = 8
+    most: int = 1024
+    rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.share, (int, float)) and 0 < self.share < 1):
+            raise ValueError(
+                f"share={self.share!r} must be a number in (0, 1): the part of the time that may "
+                "go into communication"
+            )
+        whole("least", self.least, least=1)
+        whole("rounds", self.rounds, least=2)
+        if whole("most", self.most, least=1) < self.least:
+            raise ValueError(f"most={self.most!r} must be at least least={self.least}")
+
+    def choose(self, costs: "Costs", *, fragments: int, delay: int, gradient_share: float) -> int:
+        tick = costs.step_s * gradient_share  # a mixing step costs next to nothing
+        exposed = fragments * max(0.0, costs.sync_s - delay * tick)
+        steps = exposed * (1 - self.share) / (self.share * tick) if tick > 0 else math.inf
+        # a delayed sync must be applied before the next fragment's begins
+        least = max(self.least, fragments * max(1, delay))
+        return max(least, min(self.most, math.ceil(min(steps, self.most))))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: of the exchange of one fragment without waiting for slower workers, and of a
+    gradient step of the slowest worker."""
+
+    sync_s: float
+    step_s: float
+
+    @classmethod
+    def of(cls, seen: list["Costs"]) -> "Costs":
+        return cls(median(c.sync_s for c in seen), median(c.step_s for c in seen))
+
+
+def interval(sync_every: "int | str | Auto") -> tuple[int, Auto | None]:
+    """The H to begin with, and how to find a better one, if that is asked for."""
+    if sync_every == "auto":
+        sync_every = Auto()
+    if isinstance(sync_every, Auto):
+        return sync_every.least, sync_every
+    if isinstance(sync_every, str):
+        raise ValueError(f"sync_every={sync_every!r} must be a whole number >= 1, or 'auto'")
+    return sync_every, None
