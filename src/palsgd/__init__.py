@@ -1,8 +1,10 @@
 """Data-parallel training over links too slow for an all-reduce at every step."""
 
 from palsgd import checkpoint
+from palsgd.cluster import Cluster
 from palsgd.draws import round_plan
 from palsgd.errors import ConsensusError, NonFiniteError, SyncError
+from palsgd.interval import Auto
 from palsgd.ledger import Ledger
 from palsgd.loop import until
 from palsgd.method import Method
@@ -17,6 +19,8 @@ __all__ = [
     "DDP",
     "PALSGD",
     "Alone",
+    "Auto",
+    "Cluster",
     "ConsensusError",
     "DiLoCo",
     "Ledger",
