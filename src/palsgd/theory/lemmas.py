@@ -1,0 +1,317 @@
+"""Each inequality of the proof on sampled trajectories, as written and as the algorithm is.
+
+The paper's g_k has the mixing term eta b/(pK) (x_k - x); its algorithm, and its own mean of g over
+the coins, have eta b/p (x_k - x). "As defined" below runs and measures the former, with the lemmas'
+eta; "as the algorithm" the latter. The two are one for K = 1.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from palsgd.theory.problems import Noiseless, Problem
+from palsgd.theory.running import RandomSource, run
+from palsgd.theory.setting import Setting, largest_lr
+from palsgd.theory.studies import Lab, with_
+
+ALGORITHM, DEFINED, STATED = "as the algorithm", "as defined", "as stated"
+HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
+_DOUBT = 0.01  # of a wrong "holds" or "fails" anywhere among the steps of a check
+_ROUNDING = 1e-9
+_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Check:
+    claim: str
+    form: str
+    where: str
+    left: float  # at the step where it comes nearest to, or furthest beyond, the right
+    right: float
+    errors: float | None  # smallest margin in standard errors; None where nothing is random
+    verdict: str
+    why: str = ""
+
+
+def judge(claim: str, form: str, where: str, left: Tensor, right: Tensor, why: str = "") -> Check:
+    """`left <= right` in expectation at every step: tensors (steps, runs), paired by run.
+
+    It holds if at all steps the mean margin is positive beyond doubt, and fails if at some step it
+    is negative beyond doubt.
+    """
+    margin = right - left
+    mean = margin.mean(1)
+    spread = margin.std(1) / math.sqrt(margin.shape[1]) if margin.shape[1] > 1 else 0 * mean
+    slack = _ROUNDING * (left.abs() + right.abs()).mean(1)
+    reach = NormalDist().inv_cdf(1 - _DOUBT / (2 * len(mean))) * spread
+    if (mean + reach < -slack).any():
+        verdict = FAILS
+    else:
+        verdict = HOLDS if (mean - reach >= -slack).all() else UNDECIDED
+    lefts, rights = left.mean(1), right.mean(1)
+    # Where both sides are nothing there is nothing to see.
+    ratio = torch.where(lefts.abs() + rights.abs() > 0, lefts / rights, -math.inf)
+    worst = int(ratio.nan_to_num(nan=-math.inf).argmax())
+    random = spread > slack
+    errors = (mean[random] / spread[random]).min().item() if random.any() else None
+    return Check(
+        claim, form, where, lefts[worst].item(), rights[worst].item(), errors, verdict, why
+    )
+
+
+class Trajectory:
+    """What the lemmas speak of, for each step and run: lists that become tensors (steps, runs)."""
+
+    def __init__(
+        self, lab: Lab, problem: Problem, setting: Setting, *, form: str, distance: float,
+        runs: int,
+    ):  # fmt: skip
+        self.problem, self.setting = problem, setting
+        # `eta` is the lemmas'; a run by the paper's definition mixes K times less.
+        self.eta = setting.mix_rate
+        self.own_eta = self.eta / setting.workers if form == DEFINED else self.eta
+        self._rows: dict[str, list[Tensor]] = {}
+        own = with_(setting, mix_rate=self.own_eta)
+        source = RandomSource(problem, own, runs=runs, seed=lab.seed, device=lab.device)
+        run(problem, own, problem.start(distance), source, watch=self._watch)
+        self.rows = {name: torch.stack(rows) for name, rows in self._rows.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows[name]
+
+    @property
+    def weights(self) -> Tensor:
+        """w_t as a column, relative to the last."""
+        steps = torch.arange(self.setting.steps, dtype=torch.float64) + 1 - self.setting.steps
+        decay = 1 - self.problem.mu * self.setting.lr
+        return (decay**-steps)[:, None].to(self["error"].device)
+
+    def _watch(self, clock: int, before: Tensor, after: Tensor, anchor: Tensor) -> None:
+        problem, alpha = self.problem, self.setting.lr
+        mean, moved, anchor = before.mean(1), after.mean(1), anchor[:, 0]
+        g = (mean - moved) / alpha
+        slope = problem.gradient(before).mean(1)
+        expected = slope + self.own_eta * (mean - anchor)
+        written = slope + self.eta * (mean - anchor)  # g-bar as the paper has it
+        away = mean - problem.optimum
+        # A term whose expectation is 0, taken off so that fewer runs are needed.
+        chance = 2 * alpha * ((away - alpha * expected) * (g - expected)).sum(1)
+        self._add("distance", away.square().sum(1))
+        self._add("next", (moved - problem.optimum).square().sum(1))
+        self._add("next_steadied", self._rows["next"][-1] + chance)
+        self._add("error", problem.excess(mean))
+        self._add("anchor_error", problem.excess(anchor))
+        self._add("scatter", (before - mean[:, None]).square().sum(2).mean(1))
+        self._add("departure", (before - anchor[:, None]).square().sum(2).mean(1))
+        self._add("variance", (g - written).square().sum(1))
+
+    def _add(self, name: str, row: Tensor) -> None:
+        self._rows.setdefault(name, []).append(row)
+
+
+# -- the lemmas on one trajectory --------------------------------------------------------------
+
+
+def lemma1(path: Trajectory, form: str, where: str, why: str = "") -> Check:
+    alpha, problem = path.setting.lr, path.problem
+    # Balanced coins are not independent of the past, given all workers' coins.
+    after = path["next" if path.setting.draws == "balanced" else "next_steadied"]
+    right = (
+        (1 - problem.mu * alpha) * path["distance"]
+        + alpha**2 * path["variance"]
+        - alpha / 2 * path["error"]
+        + 2 * alpha * problem.smoothness * path["scatter"]
+    )
+    return judge("Lemma 1: one step", form, where, after, right, why)
+
+
+def lemma2(path: Trajectory, form: str, where: str, why: str = "") -> Check:
+    s, p = path.setting, path.setting.mix_prob
+    right = (
+        3 * path.eta**2 * (1 - p) / p * path["departure"]
+        + 24 * path.problem.smoothness * path["error"]
+        + 12 * path.problem.sigma**2
+    ) / s.workers
+    return judge("Lemma 2: variance of g", form, where, path["variance"], right, why)
+
+
+def lemma3(path: Trajectory, form: str, where: str) -> Iterable[Check]:
+    """Its recursion with p^2/(2H), as stated, and with p/(2H), which its proof arrives at."""
+    s, problem = path.setting, path.problem
+    H, p, squared = s.sync_every, s.mix_prob, s.lr**2
+    constants = {"p^2/(2H), as stated": p**2 / (2 * H), "p/(2H), as the proof has it": p / (2 * H)}
+    times = [t for t in range(s.steps) if (t + 1) % H]
+    for name, constant in constants.items() if times else ():
+        right = [
+            12 * problem.smoothness * H * squared * path["anchor_error"][t - t % H : t].sum(0)
+            + 6 * H**2 * squared * problem.sigma**2
+            + constant * path["departure"][t - t % H : t].sum(0)
+            for t in times
+        ]
+        yield judge(
+            f"Lemma 3: departure, {name}", form, where, path["departure"][times],
+            torch.stack(right),
+        )  # fmt: skip
+
+
+def lemma3_index(path: Trajectory, where: str) -> Iterable[Check]:
+    """Departure 0 where (t+1) mod H = 0, as stated; the algorithm has it where t mod H = 0."""
+    H, steps = path.setting.sync_every, path.setting.steps
+    for name, shift in {"(t+1) mod H = 0": 1, "t mod H = 0": 0}.items():
+        left = path["departure"][[t for t in range(steps) if (t + shift) % H == 0]]
+        yield judge(
+            f"Lemma 3: no departure where {name}", STATED if shift else ALGORITHM, where,
+            left, 0 * left, "the sync comes after step t, so x_k = x at t + 1" if shift else "",
+        )  # fmt: skip
+
+
+def lemma4(path: Trajectory, form: str, where: str) -> Iterable[Check]:
+    s, problem, weights = path.setting, path.problem, path.weights
+    noise = 9 * (s.lr * s.sync_every * problem.sigma) ** 2 * weights.sum()
+    for name, of in {"F at xbar": "error", "F at the anchor": "anchor_error"}.items():
+        errors = (weights * path[of]).sum(0, keepdim=True)
+        right = noise + s.mix_prob**2 / (48 * problem.smoothness) * errors
+        left = (weights * path["departure"]).sum(0, keepdim=True)
+        yield judge(f"Lemma 4: sum of departures, e_t of {name}", form, where, left, right)
+
+
+def proof_steps(path: Trajectory, where: str) -> Iterable[Check]:
+    s, problem, weights = path.setting, path.problem, path.weights
+    alpha, L = s.lr, problem.smoothness
+    left = path["error"] / 4
+    right = (
+        ((1 - problem.mu * alpha) * path["distance"] - path["next_steadied"]) / alpha
+        + 9 * L * path["departure"]
+        + 12 * alpha * problem.sigma**2 / s.workers
+    )
+    yield judge("Proof: e_t/4 <= ... + 9 L Xi_t + ...", ALGORITHM, where, left, right)
+    yield judge(
+        "Proof: sum w_t F(x_t) <= sum w_t F(xbar_t)", STATED, where,
+        (weights * path["anchor_error"]).sum(0, keepdim=True),
+        (weights * path["error"]).sum(0, keepdim=True),
+        "the anchor is older than the workers' mean, and worse while the error falls",
+    )  # fmt: skip
+
+
+# -- statements without chance -----------------------------------------------------------------
+
+
+def _sure(claim: str, form: str, where: str, left: float, right: float, why: str) -> Check:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    return judge(claim, form, where, left * one, right * one, why)
+
+
+def largest_factor(problem: Problem, setting: Setting) -> Check:
+    """8 L + 12 eta^2 alpha (1-p)/(pK) <= 9 L, which the proof takes from alpha <= p/(48 L H)."""
+    s, p = setting, setting.mix_prob
+    least = 3 * p * (1 - p) / (s.sync_every**2 * problem.smoothness * s.workers)
+    return _sure(
+        "Proof: 8L + 12 eta^2 alpha (1-p)/(pK) <= 9L", STATED, "this setting",
+        8 * problem.smoothness + 12 * s.mix_rate**2 * s.lr * (1 - p) / (p * s.workers),
+        9 * problem.smoothness,
+        f"needs alpha >= 3p(1-p)/(H^2 L K) = {least:.3g}, a lower bound, where only an upper one "
+        f"is given; alpha is {s.lr:.3g}",
+    )  # fmt: skip
+
+
+def lemma4_extreme(lab: Lab) -> Iterable[Check]:
+    """A sequence that meets Lemma 4's recursion with equality: no noise, e_t = 1 at the first step
+    of each round and 0 at the others."""
+    base, problem = lab.setting, lab.problem
+    H, p, L = max(8, base.sync_every), base.mix_prob, problem.smoothness
+    rates = {"p/(6LH), as stated": p / (6 * L * H), "p/(48LH), the theorem's": p / (48 * L * H)}
+    for name, alpha in rates.items():
+        decay, left, right, departures = 1 - problem.mu * alpha, 0.0, 0.0, [0.0]
+        for t in range(1, H):
+            found = p / (2 * H) * sum(departures) + 12 * L * H * alpha**2
+            departures.append(found if (t + 1) % H else 0.0)
+        for t, departure in enumerate(departures):
+            left += decay ** -(t + 1) * departure
+        right = p**2 / (48 * L) / decay
+        yield _sure(
+            f"Lemma 4 for sequences, alpha = {name}", STATED, f"H = {H}, p = {p:g}", left, right,
+            "" if "theorem" in name else "a sequence with equality in its recursion is beyond it",
+        )  # fmt: skip
+
+
+# -- all of them -------------------------------------------------------------------------------
+
+
+def all_checks(lab: Lab) -> list[Check]:
+    """On the lab's own setting, with the theorem's alpha, eta and independent coins; then where
+    the statements fail."""
+    checks: list[Check] = []
+    setting = _theorems_own(lab)
+    for where, distance in {"from the start": lab.distance, "from x*": 0.0}.items():
+        for form in (ALGORITHM, DEFINED):
+            path = _path(lab, lab.problem, setting, form, distance, lab.runs)
+            checks += [lemma1(path, form, where), lemma2(path, form, where)]
+            checks += [*lemma3(path, form, where), *lemma4(path, form, where)]
+            if form == ALGORITHM:
+                checks += [*lemma3_index(path, where), *proof_steps(path, where)]
+    checks += [largest_factor(lab.problem, setting), *lemma4_extreme(lab)]
+    return checks + counterexamples(lab)
+
+
+def counterexamples(lab: Lab) -> list[Check]:
+    """Within what a lemma asks for, but beyond it; without noise, so that nothing hides it."""
+    problem, base = Noiseless.like(lab.problem), with_(_theorems_own(lab), mix_prob=0.5)
+    runs = min(lab.runs, 64)
+    largest = 1 / (4 * problem.smoothness)
+    free = with_(base, sync_every=8, steps=16, lr=largest, mix_rate=0.5 / largest)
+    many = _stated(problem, with_(base, sync_every=16, steps=16, workers=1024))
+    some = _stated(problem, with_(base, sync_every=4, steps=4, workers=256))
+
+    def path(setting: Setting, form: str = ALGORITHM) -> Trajectory:
+        return _path(lab, problem, setting, form, lab.distance, runs)
+
+    return [
+        lemma1(
+            path(free), STATED, "alpha = 1/(4L), beta = 1, no noise",
+            "it names no condition on eta: mixing back to an older anchor undoes progress",
+        ),
+        lemma2(
+            path(many, DEFINED), DEFINED, "K = 1024, H = 16, p = 1/2, no noise",
+            "g-bar as written is not the mean of g as defined; the gap does not fall with K",
+        ),
+        *(
+            lemma2(
+                path(with_(some, draws=draws)), ALGORITHM,
+                f"{draws} draws, K = 256, H = 4, p = 1/2, no noise",
+                why,
+            )
+            for draws, why in {
+                "independent": "",
+                "balanced": "coins of a step have correlation 1/H",
+                "shared": "one coin for all: its variance does not fall with K",
+            }.items()
+        ),
+    ]  # fmt: skip
+
+
+def _theorems_own(lab: Lab) -> Setting:
+    """Some rounds, p and alpha no larger than the theorem allows."""
+    base = lab.setting
+    p = min(base.mix_prob, 0.5)
+    lr = min(base.lr, largest_lr(lab.problem, base.sync_every, p))
+    few = with_(base, steps=_ROUNDS * base.sync_every, draws="independent", mix_rate=0.0)
+    return _eta_as_stated(with_(few, mix_prob=p, lr=lr))
+
+
+def _stated(problem: Problem, setting: Setting) -> Setting:
+    lr = largest_lr(problem, setting.sync_every, setting.mix_prob)
+    return _eta_as_stated(with_(setting, mix_rate=0.0, lr=lr))
+
+
+def _eta_as_stated(setting: Setting) -> Setting:
+    return with_(setting, mix_rate=setting.mix_prob / (2 * setting.sync_every * setting.lr))
+
+
+def _path(
+    lab: Lab, problem: Problem, setting: Setting, form: str, distance: float, runs: int
+) -> Trajectory:
+    return Trajectory(lab, problem, setting, form=form, distance=distance, runs=runs)

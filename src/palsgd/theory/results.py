@@ -1,0 +1,101 @@
+"""All studies and checks of one setting, and the document they make."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+import palsgd
+from palsgd.theory import terms, variations
+from palsgd.theory.lemmas import Check, all_checks
+from palsgd.theory.studies import Lab, Line, Study
+
+STUDIES: tuple[Callable[[Lab], Study], ...] = (
+    terms.convergence,
+    terms.speed_up,
+    terms.by_steps,
+    terms.drift_by_interval,
+    terms.drift_by_steps,
+    terms.floor_by_workers,
+    terms.transient,
+    variations.by_draws,
+    variations.by_mix_prob,
+    variations.by_mix_rate,
+)
+
+
+@dataclass
+class Results:
+    lab: Lab
+    studies: list[Study]
+    checks: list[Check]
+
+    @property
+    def outside(self) -> list[str]:
+        return self.lab.setting.outside(self.lab.problem)
+
+    def document(self) -> dict[str, Any]:
+        """For theory.json; docs/theory.md says what is what."""
+        lab, problem = self.lab, self.lab.problem
+        return {
+            "schema": 1,
+            "palsgd": palsgd.__version__,
+            "torch": torch.__version__,
+            "device": _machine(lab.device),
+            "problem": {
+                "name": problem.name, "dim": problem.dim, "L": problem.smoothness,
+                "mu": problem.mu, "kappa": problem.condition, "sigma": problem.sigma,
+                "distance": lab.distance,
+            },
+            "setting": asdict(lab.setting) | {"beta": lab.setting.beta},
+            "seeds": lab.runs,
+            "seed": lab.seed,
+            "outside": self.outside,
+            "exponents": [
+                {
+                    "study": study.name, "claim": each.claim, "claimed": each.claimed,
+                    "measured": each.measured.slope, "half": each.measured.half,
+                    "bound": each.bound, "verdict": each.verdict, "why": each.why,
+                }
+                for study in self.studies for each in study.exponents
+            ],
+            "studies": [
+                {
+                    "name": study.name, "title": study.title, "x": study.xlabel,
+                    "lines": [_line(line) for line in study.lines], "notes": study.notes,
+                }
+                for study in self.studies
+            ],
+            "lemmas": [asdict(check) for check in self.checks],
+        }  # fmt: skip
+
+
+def examine(lab: Lab, at: Callable[[int, str], None] = lambda done, what: None) -> Results:
+    """Everything, one part after another; `at(done, what)` hears which is next."""
+    studies = []
+    for done, study in enumerate(STUDIES):
+        at(done, study.__name__.replace("_", " "))
+        studies.append(study(lab))
+    at(len(STUDIES), "lemmas")
+    checks = all_checks(lab)
+    at(len(STUDIES) + 1, "done")
+    return Results(lab, studies, checks)
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {
+        "label": line.label,
+        "x": line.x,
+        "mean": [each.mean for each in line.measured],
+        "half": [each.half for each in line.measured],
+        "bound": line.bound,
+    }
+
+
+def _machine(device: torch.device | str) -> str:
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{kind} ({platform.machine()})"

@@ -1,0 +1,126 @@
+"""What every study shares: the runs it starts, and the lines and exponents it hands back."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from palsgd.theory.bound import Bound, explicit_bound
+from palsgd.theory.fits import Fit, Measured, power_law
+from palsgd.theory.problems import Problem
+from palsgd.theory.running import Outcome, RandomSource, Watch, run
+from palsgd.theory.setting import Setting
+
+MOST_STEPS = 2_000_000  # of one study; more would take an hour
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """The setting that all studies start from."""
+
+    problem: Problem
+    setting: Setting
+    distance: float
+    runs: int
+    seed: int = 0
+    device: torch.device | str = "cpu"
+
+    @property
+    def few_runs(self) -> int:
+        """Where there are many settings to run."""
+        return max(32, self.runs // 4)
+
+    def outcome(
+        self, problem: Problem, setting: Setting, *, distance: float, runs: int,
+        snapshots: Sequence[int] = (), watch: Watch | None = None,
+    ) -> Outcome:  # fmt: skip
+        source = RandomSource(problem, setting, runs=runs, seed=self.seed, device=self.device)
+        start = problem.start(distance)
+        return run(problem, setting, start, source, snapshots=set(snapshots), watch=watch)
+
+    def excess(self, problem: Problem, setting: Setting, *, distance: float, runs: int) -> Measured:
+        """E[F(xhat)] - F*."""
+        found = self.outcome(problem, setting, distance=distance, runs=runs)
+        return Measured.of(problem.excess(found.average))
+
+    def theorem(self, problem: Problem, setting: Setting, *, distance: float) -> Bound:
+        return explicit_bound(problem, setting, distance)
+
+
+@dataclass
+class Line:
+    label: str
+    x: list[float]
+    measured: list[Measured]
+    bound: list[float] | None = None
+
+    def fit(self) -> Fit:
+        return power_law(self.x, self.measured)
+
+    def bound_slope(self) -> float:
+        """Of the bound, over the same points."""
+        assert self.bound is not None
+        return power_law(self.x, [Measured(value, 0.0) for value in self.bound]).slope
+
+
+@dataclass
+class Exponent:
+    """A claim of the theorem beside what was measured."""
+
+    claim: str
+    claimed: float
+    measured: Fit
+    bound: float | None  # of the explicit bound over the same points
+    why: str  # where they differ, the reason; else what was held equal
+
+    @property
+    def verdict(self) -> str:
+        miss = self.measured.slope - self.claimed
+        if not math.isfinite(miss):
+            return "not measured"
+        if abs(miss) <= max(self.measured.half, 0.05):
+            return "as claimed"
+        # A bound holds where the error falls faster or grows slower than it says.
+        return "better than claimed" if miss < 0 else "worse than claimed"
+
+
+@dataclass
+class Study:
+    name: str
+    title: str
+    xlabel: str
+    lines: list[Line] = field(default_factory=list)
+    exponents: list[Exponent] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    log_x: bool = True
+
+
+def skipped(study: Study, steps: float) -> bool:
+    """Whether a study is too long to run; then it says so."""
+    if steps <= MOST_STEPS:
+        return False
+    study.notes.append(
+        f"Not run: the regime where this term dominates needs {steps:,.0f} steps; a smaller "
+        "L/mu or H, or a larger p, needs fewer."
+    )
+    return True
+
+
+def rounds_up(steps: float, sync_every: int) -> int:
+    """To whole rounds."""
+    return math.ceil(steps / sync_every) * sync_every
+
+
+def with_(setting: Setting, **changes: object) -> Setting:
+    return replace(setting, **changes)  # type: ignore[arg-type]
+
+
+def mean_model_watch(problem: Problem, each: Callable[[int, Tensor, Tensor], None]) -> Watch:
+    """Hands on F - F* of the workers' mean and of the anchor, at each step."""
+
+    def watch(clock: int, before: Tensor, after: Tensor, anchor: Tensor) -> None:
+        each(clock, problem.excess(before.mean(dim=1)), problem.excess(anchor[:, 0]))
+
+    return watch

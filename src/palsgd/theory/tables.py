@@ -1,0 +1,62 @@
+"""The tables, as text: the terminal and the page show the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from palsgd.theory.lemmas import Check
+from palsgd.theory.results import Results
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def tables(results: Results) -> list[Table]:
+    return [error_table(results), exponent_table(results), lemma_table(results.checks)]
+
+
+def error_table(results: Results) -> Table:
+    line = results.studies[0].lines[0]
+    assert line.bound is not None
+    rows = [
+        (f"{line.x[at]:,.0f}", _interval(line.measured[at].mean, line.measured[at].half),
+         f"{line.bound[at]:.3g}", f"{line.bound[at] / line.measured[at].mean:,.0f}")
+        for at in _spread(len(line.x), 5)
+    ]  # fmt: skip
+    head = ("T", "E[F(xhat)] - F*", "bound", "bound / measured")
+    return Table("Measured error and the explicit bound", head, rows)
+
+
+def exponent_table(results: Results) -> Table:
+    rows = [
+        (each.claim, f"{each.claimed:g}", _interval(each.measured.slope, each.measured.half, 2),
+         "" if each.bound is None else f"{each.bound:.2f}", each.verdict)
+        for study in results.studies for each in study.exponents
+    ]  # fmt: skip
+    head = ("exponent", "claimed", "measured", "of the bound", "verdict")
+    return Table("Exponents", head, rows)
+
+
+def lemma_table(checks: list[Check]) -> Table:
+    head = ("inequality", "form", "checked", "left", "right", "verdict")
+    rows = [
+        (check.claim, check.form, check.where, f"{check.left:.4g}", f"{check.right:.4g}",
+         check.verdict)
+        for check in sorted(checks, key=attrgetter("claim", "form"))
+    ]  # fmt: skip
+    return Table("Lemmas", head, rows)
+
+
+def _interval(mean: float, half: float, digits: int | None = None) -> str:
+    if digits is not None:
+        return f"{mean:.{digits}f} ± {half:.{digits}f}"
+    return f"{mean:.3g} ± {half:.1g}"
+
+
+def _spread(count: int, number: int) -> list[int]:
+    """Indices from the first to the last."""
+    return sorted({round(at * (count - 1) / (number - 1)) for at in range(number)})

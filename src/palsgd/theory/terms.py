@@ -1,0 +1,344 @@
+"""One study for each term of the bound, in a regime where that term dominates."""
+
+import math
+
+import torch
+
+from palsgd.theory.bound import explicit_bound
+from palsgd.theory.fits import SIGMAS, Fit, Measured, straight_line
+from palsgd.theory.problems import Bent, Noiseless, Problem, Quadratic
+from palsgd.theory.running import WeightedMean
+from palsgd.theory.setting import Setting, largest_lr, theorem_log, theorem_setting
+from palsgd.theory.studies import (
+    Exponent,
+    Lab,
+    Line,
+    Study,
+    mean_model_watch,
+    rounds_up,
+    skipped,
+    with_,
+)
+
+# -- the bound itself --------------------------------------------------------------------------
+
+
+def convergence(lab: Lab) -> Study:
+    """E[F(xhat_T)] - F* for every T up to the last, with alpha as it is, below the bound."""
+    study = Study("bound", "Measured error and the bound", "steps T", log_x=False)
+    at = _marks(lab.setting, 40)
+    mean = _Averages(lab.problem, lab.setting, at)
+    found = lab.outcome(
+        lab.problem, lab.setting, distance=lab.distance, runs=lab.runs, snapshots=at,
+        watch=mean.watch,
+    )  # fmt: skip
+    bounds = [explicit_bound(lab.problem, lab.setting, lab.distance, steps) for steps in at]
+    x = [float(steps) for steps in at]
+    excess = [Measured.of(lab.problem.excess(found.at[steps])) for steps in at]
+    study.lines = [
+        Line("F at xhat", x, excess, [bound.total for bound in bounds]),
+        Line("mean of F at the workers' mean", x, mean.of_mean),
+        Line("bound", x, [Measured(bound.total, 0.0) for bound in bounds]),
+    ]
+    last, bound = excess[-1], bounds[-1]
+    study.notes.append(
+        f"At T = {at[-1]:,}: measured {last.mean:.3g} ± {last.half:.1g}, bound {bound.total:.3g} "
+        f"(transient {bound.transient:.2g}, drift {bound.drift:.2g}, noise {bound.noise:.2g}), "
+        f"{bound.total / last.mean:,.0f} times as much."
+    )
+    return study
+
+
+class _Averages:
+    """The weighted mean of F(xbar^(t)), which the proof bounds, at some of the steps."""
+
+    def __init__(self, problem: Problem, setting: Setting, at: list[int]):
+        self._at, self._mean = set(at), WeightedMean(1 - problem.mu * setting.lr)
+        self.of_mean: list[Measured] = []
+        self.watch = mean_model_watch(problem, self._each)
+
+    def _each(self, clock: int, of_mean: torch.Tensor, of_anchor: torch.Tensor) -> None:
+        self._mean.add(of_mean)
+        if clock + 1 in self._at:
+            self.of_mean.append(Measured.of(self._mean.value))
+
+
+def _marks(setting: Setting, number: int) -> list[int]:
+    """Ends of rounds, evenly spread, and the end."""
+    rounds = setting.steps // setting.sync_every
+    every = max(1, rounds // number)
+    ends = [end * setting.sync_every for end in range(every, rounds + 1, every)]
+    return ends if ends and ends[-1] == setting.steps else [*ends, setting.steps]
+
+
+# -- sigma^2 / (mu K T) ------------------------------------------------------------------------
+
+
+def speed_up(lab: Lab) -> Study:
+    study = Study("workers", "Error by number of workers", "workers K")
+    base = lab.setting
+    most = largest_lr(lab.problem, base.sync_every, base.mix_prob)
+    # mu alpha T = 8 leaves of the start a factor exp(-16)
+    steps = rounds_up(8 / (lab.problem.mu * most), base.sync_every)
+    workers = (1, 2, 4, 8, 16)
+    if skipped(study, steps * len(workers)):
+        return study
+    settings = [with_(_theorem(lab, steps), workers=number, lr=most) for number in workers]
+    settings = [_mixing_as_stated(setting) for setting in settings]
+    study.lines = [_line(lab, "measured", [float(k) for k in workers], settings)]
+    (line,) = study.lines
+    study.exponents.append(
+        Exponent(
+            "error by K (1/K speed-up)",
+            -1.0,
+            line.fit(),
+            line.bound_slope(),
+            f"T = {steps:,}, alpha = p/(48 L H); the bound's drift term does not fall with K",
+        )
+    )
+    return study
+
+
+def by_steps(lab: Lab) -> Study:
+    study = Study("steps", "Error by number of steps", "steps T, with alpha of the theorem")
+    shortest = _second_branch(lab)
+    lengths = [rounds_up(shortest * times, lab.setting.sync_every) for times in (1, 2, 4)]
+    if skipped(study, sum(lengths)):
+        return study
+    settings = [_theorem(lab, steps) for steps in lengths]
+    line = _line(lab, "measured", [float(steps) for steps in lengths], settings)
+    logs = [theorem_log(lab.problem, s.workers, s.steps, lab.distance) for s in settings]
+    without = Line(
+        "measured / ln A", line.x,
+        [Measured(m.mean / log, m.half / log) for m, log in zip(line.measured, logs, strict=True)],
+    )  # fmt: skip
+    study.lines = [line, without]
+    raw = line.fit()
+    study.exponents.append(
+        Exponent(
+            "error by T (1/T)",
+            -1.0,
+            without.fit(),
+            line.bound_slope(),
+            f"alpha = ln A/(mu T), A = mu^2 d0 T^2 K / sigma^2; divided by ln A = {logs[0]:.3g} to "
+            f"{logs[-1]:.3g}, which O~ hides; {raw.slope:.2f} ± {raw.half:.2f} undivided",
+        )
+    )
+    return study
+
+
+def _second_branch(lab: Lab) -> float:
+    """The least T at which the theorem's alpha is ln A/(mu T); its start is then forgotten."""
+    base = lab.setting
+    rate = lab.problem.mu * largest_lr(lab.problem, base.sync_every, base.mix_prob)
+    steps = 10 / rate
+    for _ in range(50):  # ln A grows slowly with T, so this settles at once
+        steps = max(1.0, theorem_log(lab.problem, base.workers, int(steps), lab.distance)) / rate
+    return steps
+
+
+def _theorem(lab: Lab, steps: int) -> Setting:
+    base = lab.setting
+    return theorem_setting(
+        lab.problem, workers=base.workers, steps=steps, sync_every=base.sync_every,
+        mix_prob=base.mix_prob, distance=lab.distance, draws=base.draws,
+    )  # fmt: skip
+
+
+def _mixing_as_stated(setting: Setting) -> Setting:
+    rate = setting.mix_prob / (2 * setting.sync_every * setting.lr)
+    return with_(setting, mix_rate=rate)
+
+
+def _line(lab: Lab, label: str, x: list[float], settings: list[Setting]) -> Line:
+    problem, distance = lab.problem, lab.distance
+    return Line(
+        label, x,
+        [lab.excess(problem, s, distance=distance, runs=lab.few_runs) for s in settings],
+        [explicit_bound(problem, s, distance).total for s in settings],
+    )  # fmt: skip
+
+
+# -- kappa H^2 sigma^2 / (mu T^2) --------------------------------------------------------------
+
+# Of the quadratic's kin with a bend at the optimum. With L/mu = 5 its drift is large and runs are
+# short. alpha = p/(6 L H) is what Lemmas 3 and 4 ask for; below p/(48 L H), the theorem's own, it
+# takes more than a thousand workers before noise no longer hides the drift.
+_BENT_CONDITION = 5.0
+_BENT_WORKERS, _BENT_RUNS = 2048, 16
+_FORGOTTEN = 2.0  # mu alpha T: the same share of the way to the level where drift settles
+
+
+def drift_by_interval(lab: Lab) -> Study:
+    study = Study("interval", "Drift by sync interval", "sync interval H")
+    problem, intervals = _bent(lab), (4, 8, 16)
+    lr = lab.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
+    steps = math.ceil(_FORGOTTEN / (problem.mu * lr))
+    if skipped(study, steps * len(intervals)):
+        return study
+    settings = [_bent_setting(lab, lr, every, rounds_up(steps, every)) for every in intervals]
+    study.lines = _drift_lines(lab, problem, [float(every) for every in intervals], settings)
+    study.exponents.append(
+        Exponent(
+            "drift by H (H^2)",
+            2.0,
+            study.lines[1].fit(),
+            2.0,
+            f"bent problem, K = {_BENT_WORKERS}, alpha = {lr:.3g}. Lemma 3 bounds the square of a "
+            "sum of up to H steps by H times the sum of squares; with independent noise it grows "
+            "as the sum of squares, so H is lost there",
+        )
+    )
+    return study
+
+
+def drift_by_steps(lab: Lab) -> Study:
+    every = 4
+    study = Study("drift", "Drift by number of steps", f"steps T = {_FORGOTTEN:g}/(mu alpha)")
+    problem = _bent(lab)
+    most = lab.setting.mix_prob / (6 * problem.smoothness * every)
+    rates = [most / times for times in (1, 2, 4, 8)]
+    lengths = [rounds_up(_FORGOTTEN / (problem.mu * lr), every) for lr in rates]
+    if skipped(study, sum(lengths)):
+        return study
+    settings = [
+        _bent_setting(lab, lr, every, steps) for lr, steps in zip(rates, lengths, strict=True)
+    ]
+    study.lines = _drift_lines(lab, problem, [float(steps) for steps in lengths], settings)
+    study.exponents.append(
+        Exponent(
+            "drift by T (1/T^2)",
+            -2.0,
+            study.lines[1].fit(),
+            -2.0,
+            f"bent problem, K = {_BENT_WORKERS}, H = {every}, alpha from p/(6 L H) down to "
+            "p/(48 L H)",
+        )
+    )
+    return study
+
+
+def floor_by_workers(lab: Lab) -> Study:
+    """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
+    study = Study("floor", "Where more workers stop helping", "workers K")
+    bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 4096)
+    lr = lab.setting.mix_prob / (6 * bent.smoothness * every)
+    steps = rounds_up(_FORGOTTEN / (bent.mu * lr), every)
+    if skipped(study, steps * 2 * len(numbers)):
+        return study
+    ends = torch.tensor([bent.mu, bent.smoothness])
+    for problem in (Quadratic.of(ends, bent.sigma, lab.device), bent):
+        settings = [with_(_bent_setting(lab, lr, every, steps), workers=k) for k in numbers]
+        measured = [
+            lab.excess(problem, s, distance=0.0, runs=max(8, 32768 // s.workers // problem.dim))
+            for s in settings
+        ]
+        study.lines.append(Line(problem.name, [float(k) for k in numbers], measured))
+    quadratic, flat = (line.fit() for line in study.lines)
+    study.notes.append(
+        f"From K = 16 to 4096 the quadratic's error falls as K^{quadratic.slope:.2f}, that of the "
+        f"bent problem as K^{flat.slope:.2f}: the mean of a linear gradient over scattered workers "
+        "is the gradient at their mean, so identical data on a quadratic have no drift at all."
+    )
+    return study
+
+
+def _bent(lab: Lab) -> Bent:
+    smoothness = lab.problem.smoothness
+    sigma = lab.problem.sigma or 1.0
+    return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, lab.device)
+
+
+def _bent_setting(lab: Lab, lr: float, every: int, steps: int) -> Setting:
+    p = lab.setting.mix_prob
+    return Setting(
+        workers=_BENT_WORKERS, steps=steps, sync_every=every, mix_prob=p, lr=lr,
+        mix_rate=p / (2 * every * lr), draws=lab.setting.draws,
+    )  # fmt: skip
+
+
+def _drift_lines(lab: Lab, problem: Bent, x: list[float], settings: list[Setting]) -> list[Line]:
+    """From x*, so that all error is noise or drift: the error, and F at the mean of xhat over
+    runs, from which most of the noise is gone."""
+    errors, drifts = [], []
+    for setting in settings:
+        xhat = lab.outcome(problem, setting, distance=0.0, runs=_BENT_RUNS).average
+        errors.append(Measured.of(problem.excess(xhat)))
+        mean, spread = xhat.mean(0), xhat.std(0) / math.sqrt(_BENT_RUNS)
+        half = SIGMAS * (problem.gradient(mean) * spread).norm().item()
+        drifts.append(Measured(problem.excess(mean).item(), half))
+    bounds = [explicit_bound(problem, setting, 0.0) for setting in settings]
+    return [
+        Line("F at xhat", x, errors, [bound.total for bound in bounds]),
+        Line("F at the mean of xhat", x, drifts, [bound.drift for bound in bounds]),
+    ]
+
+
+# -- exp(-pT / (kappa H)) ----------------------------------------------------------------------
+
+
+def transient(lab: Lab) -> Study:
+    """Without noise, for other H and p, against mu alpha T = pT/(48 kappa H)."""
+    study = Study(
+        "transient", "Transient, without noise", "mu alpha T = pT / (48 kappa H)", log_x=False
+    )
+    problem, base, end = Noiseless.like(lab.problem), lab.setting, 12.0
+    choices = [
+        (base.sync_every, base.mix_prob),
+        (2 * base.sync_every, base.mix_prob),
+        (base.sync_every, base.mix_prob / 2),
+    ]
+    settings = [_transient_setting(lab, problem, every, p, end) for every, p in choices]
+    if skipped(study, sum(setting.steps for setting in settings)):
+        return study
+    for number, setting in enumerate(settings):
+        at = _marks(setting, 24)
+        mean = _Averages(problem, setting, at)
+        found = lab.outcome(
+            problem, setting, distance=lab.distance, runs=64, snapshots=at,
+            watch=None if number else mean.watch,
+        )  # fmt: skip
+        x = [problem.mu * setting.lr * steps for steps in at]
+        label = f"H = {setting.sync_every}, p = {setting.mix_prob:g}"
+        excess = [Measured.of(problem.excess(found.at[steps])) for steps in at]
+        study.lines.append(Line(f"F at xhat, {label}", x, excess))
+        if not number:
+            study.lines.append(Line(f"mean of F at the workers' mean, {label}", x, mean.of_mean))
+    averaged, proved = (_decay(study.lines[number]) for number in (0, 1))
+    twice = (
+        "F is quadratic near x* and xhat falls as (mu alpha T) exp(-mu alpha T), so F at xhat "
+        "falls twice as fast but for that factor"
+    )
+    study.exponents = [
+        Exponent(
+            "ln error by pT/(kappa H), as the theorem prints it",
+            -1.0,
+            Fit(averaged.slope / 48, averaged.half / 48, averaged.points),
+            -1 / 48,
+            "O~ drops the 48 of alpha = p/(48 L H), but a factor in an exponent is no constant "
+            "factor of the error",
+        ),
+        Exponent("ln error by pT/(48 kappa H), as the proof has it", -1.0, averaged, -1.0, twice),
+        Exponent(
+            "the same of the weighted mean of F at xbar", -1.0, proved, -1.0,
+            "this is the quantity the proof bounds",
+        ),
+    ]  # fmt: skip
+    return study
+
+
+def _transient_setting(
+    lab: Lab, problem: Problem, every: int, mix_prob: float, end: float
+) -> Setting:
+    lr = largest_lr(problem, every, mix_prob)
+    steps = rounds_up(end / (problem.mu * lr), every)
+    return theorem_setting(
+        problem, workers=lab.setting.workers, steps=steps, sync_every=every, mix_prob=mix_prob,
+        distance=lab.distance, draws=lab.setting.draws,
+    )  # fmt: skip
+
+
+def _decay(line: Line) -> Fit:
+    """The slope of ln error once the first third is over."""
+    late = [at for at, x in enumerate(line.x) if x >= line.x[-1] / 3]
+    return straight_line([line.x[at] for at in late], [line.measured[at] for at in late])

@@ -1,0 +1,96 @@
+"""Away from the theorem's choices: other draws, other p, other eta."""
+
+import math
+from dataclasses import dataclass
+
+from palsgd.draws import DRAWS
+from palsgd.theory.fits import Measured
+from palsgd.theory.problems import Noiseless
+from palsgd.theory.setting import Setting
+from palsgd.theory.studies import Lab, Line, Study, rounds_up, skipped, with_
+
+_SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
+_TIMES_ETA = (0.0, 0.25, 1.0, 4.0)
+_END = 4.0  # mu alpha T
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Noise alone, from x*; or the way to x* alone, without noise."""
+
+    label: str
+    noise: bool
+
+    def excess(self, lab: Lab, setting: Setting) -> Measured:
+        problem = lab.problem if self.noise else Noiseless.like(lab.problem)
+        distance = 0.0 if self.noise else lab.distance
+        return lab.excess(problem, setting, distance=distance, runs=lab.few_runs)
+
+
+REGIMES = (Regime("noise, from x*", True), Regime("transient, without noise", False))
+
+
+def by_draws(lab: Lab) -> Study:
+    study = Study("draws", "Draws", "draws")
+    steps = _length(lab)
+    kinds = sorted(DRAWS, key=lambda kind: kind != "independent")
+    if skipped(study, steps * 2 * len(kinds)):
+        return study
+    for regime in REGIMES:
+        settings = [with_(lab.setting, steps=steps, draws=kind) for kind in kinds]
+        measured = [regime.excess(lab, setting) for setting in settings]
+        study.lines.append(Line(regime.label, list(map(float, range(len(kinds)))), measured))
+        for kind, found in list(zip(kinds, measured, strict=True))[1:]:
+            study.notes.append(
+                f"{regime.label}: {kind} {_against(found, measured[0])} independent."
+            )
+    return study
+
+
+def by_mix_prob(lab: Lab) -> Study:
+    """alpha as it is; eta as the theorem says for each p."""
+    study = Study("mix-prob", "Away from the theorem: p", "mix probability p")
+    steps, base = _length(lab), lab.setting
+    if skipped(study, steps * 2 * len(_SHARES)):
+        return study
+    settings = [
+        with_(base, steps=steps, mix_prob=p, mix_rate=p / (2 * base.sync_every * base.lr))
+        for p in _SHARES
+    ]
+    _fill(study, lab, list(_SHARES), settings)
+    return study
+
+
+def by_mix_rate(lab: Lab) -> Study:
+    """From no mixing to beta = 1, which puts a worker back onto the anchor."""
+    study = Study("mix-rate", "Away from the theorem: eta", "eta / (p / (2 H alpha))", log_x=False)
+    steps, base = _length(lab), lab.setting
+    times = [*(each for each in _TIMES_ETA if each < 2 * base.sync_every), 2.0 * base.sync_every]
+    if skipped(study, steps * 2 * len(times)):
+        return study
+    stated = base.mix_prob / (2 * base.sync_every * base.lr)
+    settings = [with_(base, steps=steps, mix_rate=each * stated) for each in times]
+    _fill(study, lab, times, settings)
+    return study
+
+
+def _fill(study: Study, lab: Lab, x: list[float], settings: list[Setting]) -> None:
+    for regime in REGIMES:
+        measured = [regime.excess(lab, setting) for setting in settings]
+        study.lines.append(Line(regime.label, x, measured))
+    outside = [f"{at:g}" for at, s in zip(x, settings, strict=True) if s.outside(lab.problem)]
+    if outside:
+        study.notes.append(f"Outside the theorem: {', '.join(outside)}.")
+
+
+def _length(lab: Lab) -> int:
+    return rounds_up(_END / (lab.problem.mu * lab.setting.lr), lab.setting.sync_every)
+
+
+def _against(found: Measured, other: Measured) -> str:
+    """As a ratio with its confidence; both have independent errors."""
+    if not (found.mean > 0 and other.mean > 0):
+        return "cannot be compared with"
+    ratio = found.mean / other.mean
+    half = ratio * math.hypot(found.half / found.mean, other.half / other.mean)
+    return f"has {ratio:.3f} ± {half:.3f} times the error of"
