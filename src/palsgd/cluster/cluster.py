@@ -1,6 +1,7 @@
 """A cluster nobody here may own: how fast its workers compute, and what joins them."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from palsgd.cluster import units
 from palsgd.cluster.all_reduce import ALGORITHMS, Network
 from palsgd.cluster.compute import SPREADS, Compute
+from palsgd.cluster.counts import Counts
 from palsgd.cluster.events import Clockwork, Projection
 from palsgd.cluster.work import Work
 from palsgd.draws import one_of, whole
@@ -129,13 +131,21 @@ class Cluster:
         steps: int,
         seed: int = 0,
         watched: Sequence[int] = (),
-        until_s: float = float("inf"),
+        until_s: float = math.inf,
+        counts: Counts | None = None,
     ) -> Projection:
         """The wall-clock time of `steps` steps of the clock, and where it goes. Spans of the
-        workers in `watched` are kept up to `until_s`."""
+        workers in `watched` are kept up to `until_s`. How many gradients the workers compute is
+        drawn, unless `counts` says."""
         steps = whole("steps", steps, least=1)
         machine = Clockwork(
-            self, work, end=steps, seed=whole("seed", seed), watched=watched, until_s=until_s
+            self,
+            work,
+            end=steps,
+            counts=counts,
+            seed=whole("seed", seed),
+            watched=watched,
+            until_s=until_s,
         )
         machine.run_until(steps)
         return machine.projection

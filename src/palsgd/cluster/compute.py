@@ -31,19 +31,19 @@ class Compute:
         self._sigma = math.sqrt(math.log1p(cv * cv))
 
     def seconds(self, steps: np.ndarray) -> np.ndarray:
-        """Of each worker, for so many gradient steps of its own."""
+        """Of each worker, for so many gradient steps of its own; part of a step counts as such."""
         total = steps * self.mean if self._spread == "constant" else self._sums(steps)
         total[-1] *= self.straggler
         return total
 
     def _sums(self, steps: np.ndarray) -> np.ndarray:
         total = np.zeros(self.workers)
-        least, most = int(steps.min()), int(steps.max())
+        least, most = int(steps.min()), math.ceil(steps.max())
         rows = max(1, BLOCK // self.workers)
         for first in range(0, least, rows):
             total += self._draws(min(rows, least - first)).sum(axis=0, dtype=np.float64)
         for step in range(least, most):
-            total += np.where(step < steps, self._draws(1)[0], 0.0)
+            total += np.clip(steps - step, 0, 1) * self._draws(1)[0]
         return total
 
     def _draws(self, rows: int) -> np.ndarray:

@@ -52,6 +52,16 @@ class Drawn:
         return length - mixing
 
 
+class Expected:
+    """As many as on average, the same for all: what balanced draws come to over many rounds."""
+
+    def __init__(self, *, workers: int, mix_prob: float):
+        self._workers, self._share = workers, 1 - mix_prob
+
+    def gradients(self, round: int, start: int, stop: int) -> np.ndarray:
+        return np.full(self._workers, (stop - start) * self._share)
+
+
 class Planned:
     """As a method's plans say, worker by worker."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palsgd.cluster import WallClock
 from palsgd.ledger import Ledger
 
 Evaluate = Callable[[nn.Module], Any]
@@ -35,7 +36,14 @@ class Watch:
 
 
 class Recorder:
-    def __init__(self, evaluate: Evaluate | None, evaluate_every: Every, progress: bool | None):
+    def __init__(
+        self,
+        evaluate: Evaluate | None,
+        evaluate_every: Every,
+        progress: bool | None,
+        wall_clock: WallClock | None = None,
+    ):
+        self.wall_clock = wall_clock
         self.history: list[dict[str, Any]] = []
         self._evaluate, self._every = evaluate, evaluate_every
         self.bar = sys.stderr.isatty() if progress is None else progress
@@ -65,6 +73,8 @@ class Recorder:
             "syncs": ledger.syncs,
             "seconds": self._watch.seconds(),
         }
+        if self.wall_clock is not None:
+            entry["time_s"] = self.wall_clock.seconds(clock)
         if metric is not None:
             entry["metric"] = metric
         self.history.append(entry)

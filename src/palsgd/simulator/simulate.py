@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palsgd.cluster import Cluster, WallClock
 from palsgd.draws import one_of, whole
 from palsgd.errors import NonFiniteError
 from palsgd.optimizer import LocalOptimizer
@@ -42,6 +43,7 @@ def simulate(
     evaluate_every: Every = 1,
     progress: bool | None = None,
     compile: bool | str | None = None,
+    cluster: Cluster | None = None,
 ) -> Result:
     """Train with `workers` simulated workers until the clock shows `steps`.
 
@@ -54,7 +56,8 @@ def simulate(
     end; what it returns goes into the history. A progress bar shows on a terminal. With
     `compile` the stacked program goes through torch.compile, which takes half a minute and then
     saves a tenth to a half of each step on a GPU; None does so for long runs on one, a string is
-    torch.compile's mode ("reduce-overhead" for CUDA graphs).
+    torch.compile's mode ("reduce-overhead" for CUDA graphs). With a `cluster` the history says
+    as `time_s` when each exchange would be over there.
     """
     (result,) = simulate_many(
         [{}],
@@ -71,6 +74,7 @@ def simulate(
         evaluate_every=evaluate_every,
         progress=progress,
         compile=compile,
+        cluster=cluster,
     )
     if result.error is not None:
         raise result.error
@@ -93,6 +97,7 @@ def simulate_many(
     evaluate_every: Every = 1,
     progress: bool | None = None,
     compile: bool | str | None = None,
+    cluster: Cluster | None = None,
     at_once: int | None = None,
 ) -> list[Result]:
     """Simulate several runs that differ in `method`, `seed` or `data`; one result for each.
@@ -110,6 +115,10 @@ def simulate_many(
     """
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
+    if cluster is not None and cluster.workers != workers:
+        raise ValueError(
+            f"workers={workers}, but the cluster has workers={cluster.workers}; give both the same"
+        )
     simulation = Simulation(
         workers=whole("workers", workers, least=1),
         steps=whole("steps", steps, least=1),
@@ -123,6 +132,7 @@ def simulate_many(
         else whole("evaluate_every", evaluate_every, least=1),
         progress=progress,
         compile=compile,
+        cluster=cluster,
     )
     common = {"method": method, "seed": seed, "data": data}
     waiting = [_complete(run, number, common) for number, run in enumerate(runs)]
@@ -181,6 +191,7 @@ class Simulation:
     evaluate_every: Every
     progress: bool | None
     compile: bool | str | None
+    cluster: Cluster | None
 
     def start(self, plan: dict[str, Any]) -> Start:
         seed = whole("seed", plan["seed"])
@@ -188,13 +199,17 @@ class Simulation:
         model = self.model() if self.device is None else self.model().to(self.device)
         check_copies(model)
         check_memory(model, self.workers)
+        method, wall_clock = plan["method"], None
+        if self.cluster is not None:
+            wall_clock = WallClock(self.cluster, steps=self.steps, seed=seed)
+            method = wall_clock.watching(method)
         return Start(
             model=model,
             batches=[Batches(plan["data"], k) for k in range(self.workers)],
-            method=plan["method"],
+            method=method,
             seed=seed,
             rngs=[seeded(seed + k, next(model.parameters()).device) for k in range(self.workers)],
-            recorder=Recorder(self.evaluate, self.evaluate_every, self.progress),
+            recorder=Recorder(self.evaluate, self.evaluate_every, self.progress, wall_clock),
         )
 
     def run(self, starts: list[Start]) -> list[Result]:
