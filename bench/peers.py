@@ -1,0 +1,362 @@
+"""palsgd beside what a user would pick instead, in real processes over the same links.
+
+    sudo python bench/peers.py --out bench/results/peers-epyc2.json
+    python bench/peers.py --tiny --rates loopback            # a minute, to see it work
+    python bench/peers.py --phases pace --rates 10mbit --contenders ddp,torchft,palsgd-int8
+
+Every contender trains the same GPT-Neo of about a million parameters from the same first weights,
+on the same batches per worker and step, with the same AdamW, clipping and learning-rate schedule,
+in one single-threaded process per worker; the held-out stories are scored with the global model.
+
+Phases (--phases, in this order; results are merged into --out):
+
+    tune     final loss over each contender's small grid of settings
+    quality  loss over steps, and peak memory, over loopback: no result depends on the link
+    pace     seconds and bytes per step over each link, bare AdamW in the same processes beside it
+    overlap  the same for PALSGD with overlap at H = 16 and 100 Mbit/s
+    draws    waiting under balanced and independent draws, 8 processes that sleep; their losses
+    scaling  a bare sync at K = 2, 4, 8 against a ring, modelled to 1024
+
+Time to target is steps to target (quality) times seconds per step (pace). Peers are installed
+into --peers at run time; EXO Gym, which runs on loopback only, from a checkout (--exogym).
+Emulated links need root on Linux; without, only --rates loopback can be had.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from math import comb
+from pathlib import Path
+
+import torch
+from common import machine
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from contenders import CONTENDERS, Contender
+from installing import install, missing, versions
+from reporting import report
+from starting import HERE, LOOPBACK, run_workers
+from task import SIZES, Task
+
+PHASES = ("tune", "quality", "pace", "overlap", "draws", "scaling")
+WORKERS = 4
+EXOGYM = "exogym"
+# DDP's step over 10 Mbit/s takes 5 s: a handful of them must do
+DDP_ROUND = {"10mbit": 3}
+OVERLAP = ("palsgd-int8", "palsgd-int4")
+OVERLAP_H, OVERLAP_DELAY, OVERLAP_RATE = 16, 12, "100mbit"
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.size = args, SIZES["tiny" if args.tiny else "full"]
+        self.size_name = "tiny" if args.tiny else "full"
+        self.found: dict = {}
+        if args.out and args.out.exists():
+            self.found = json.loads(args.out.read_text())
+        self.found |= {
+            "machine": machine("cpu"),
+            "peers": versions(args.peers),
+            "commit": commit(),
+            "size": dataclasses.asdict(self.size),
+            "workers": WORKERS,
+        }
+
+    # -- training --------------------------------------------------------------------------------
+
+    def tune(self) -> None:
+        for name, contender in self._runnable("tuning"):
+            for change in contender.grid:
+                words = ", ".join(f"{key}={value}" for key, value in change.items())
+                found = self._quality(contender, change)
+                self._keep(found | {"settings": change}, "tuning", f"{name} {words}")
+
+    def quality(self) -> None:
+        for name, contender in self._runnable("quality"):
+            self._keep(self._quality(contender), "quality", name)
+        if self.args.exogym and EXOGYM in self.args.contenders:
+            self._keep(self._exogym(self.size.steps), "quality", EXOGYM)
+
+    def _quality(self, contender: Contender, change: dict | None = None) -> dict:
+        order = self._order(contender, self.size.sync_every, change)
+        order |= {"mode": "quality", "steps": self.size.steps}
+        order |= {"evaluate_every": self.size.sync_every}
+        ranks = self._run("worker.py", order, LOOPBACK)
+        if "error" in ranks:
+            return ranks
+        peak = max(rank["peak_bytes"] for rank in ranks)
+        return ranks[0] | {"final_loss": ranks[0]["curve"][-1][1], "peak_bytes": peak}
+
+    def pace(self) -> None:
+        for rate in self.args.rates:
+            for name, contender in self._runnable("pace", rate):
+                found = self._pace(contender, rate, self.size.sync_every)
+                self._keep(found, "pace", rate, name)
+            if rate == LOOPBACK and self.args.exogym and EXOGYM in self.args.contenders:
+                self._keep(self._exogym(5 * self.size.sync_every), "pace", rate, EXOGYM)
+
+    def overlap(self) -> None:
+        for name, contender in self._runnable("overlap"):
+            if name in OVERLAP:
+                found = self._pace(contender, OVERLAP_RATE, OVERLAP_H, {"delay": OVERLAP_DELAY})
+                self._keep(found, "overlap", name)
+
+    def _pace(self, contender: Contender, rate: str, every: int, change: dict | None = None):
+        order = self._order(contender, every, change) | {"mode": "pace"}
+        length = every if contender.local else min(every, DDP_ROUND.get(rate, 12))
+        rounds = self.args.rounds * max(1, self.size.sync_every // every)
+        order |= {
+            "round_steps": length,
+            "rounds": rounds,
+            "bare_steps": 4 if self.args.tiny else 24,
+        }
+        ranks = self._run("worker.py", order, rate)
+        return ranks if "error" in ranks else averaged(ranks, length)
+
+    def _order(self, contender: Contender, every: int, change: dict | None) -> dict:
+        settings = contender.settings | ({"sync_every": every} if contender.local else {})
+        if "delay" in settings:  # given for the full size's rounds
+            settings["delay"] = min(settings["delay"], every // 4)
+        return {
+            "class": contender.adapter,
+            "settings": settings | (change or {}),
+            "size": self.size_name,
+            "peers": str(self.args.peers),
+        }
+
+    def _exogym(self, steps: int) -> dict:
+        order = {"source": str(self.args.exogym), "peers": str(self.args.peers)}
+        order |= {"size": self.size_name, "steps": steps, "sync_every": self.size.sync_every}
+        order |= {"workers": WORKERS, "outer_lr": CONTENDERS["torchft"].settings["outer_lr"]}
+        command = [sys.executable, str(HERE / "exogym_diloco.py"), json.dumps(order)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+            if done.returncode:
+                return {"error": done.stderr.strip().splitlines()[-1]}
+        except subprocess.TimeoutExpired:
+            return {"error": "not done after 900 s"}
+        found = json.loads(done.stdout.splitlines()[-1])
+        found["step_s"] = statistics.fmean(found["round_s"]) / self.size.sync_every
+        return found
+
+    # -- draws -----------------------------------------------------------------------------------
+
+    def draws(self) -> None:
+        workers, every, p, gradient_s = 8, 64, 0.1, 0.01
+        rounds = 5 if self.args.tiny else 60
+        result: dict = {"workers": workers, "sync_every": every, "mix_prob": p}
+        result |= {"gradient_s": gradient_s, "rounds": rounds}
+        for draws in ("balanced", "independent"):
+            order = {"draws": draws, "sync_every": every, "mix_prob": p}
+            order |= {"gradient_s": gradient_s, "rounds": rounds}
+            ranks = self._run("draws.py", order, LOOPBACK, workers)
+            waiting = statistics.fmean(rank["waiting_s"] for rank in ranks)
+            round_s = statistics.fmean(rank["round_s"] for rank in ranks)
+            result[draws] = {"round_s": round_s, "waiting_s": waiting}
+        most = expected_maximum(workers, every, 1 - p)
+        result["expected_excess_steps"] = most - every * (1 - p)
+        result["theory_share"] = (most - every * (1 - p)) / (every * (1 - p))
+        saved = result["independent"]["waiting_s"] - result["balanced"]["waiting_s"]
+        result["measured_share"] = saved / result["balanced"]["round_s"]
+        result["losses"] = draw_losses(self.args.tiny)
+        self._keep(result, "draws")
+
+    # -- scaling ---------------------------------------------------------------------------------
+
+    def scaling(self) -> None:
+        from palsgd.lab.links import Link
+        from palsgd.lab.links.projection import ring_s
+
+        rate = self.args.scaling_rate
+        result: dict = {"rate": rate, "measured": {}}
+        for workers in (2, 4, 8):
+            order = {"size": self.size_name, "syncs": 3 if self.args.tiny else 10}
+            ranks = self._run("scaling.py", order, rate, workers)
+            slowest = [max(times) for times in zip(*(r["sync_s"] for r in ranks), strict=True)]
+            size = result["bytes"] = ranks[0]["bytes"]
+            found = {"sync_s": statistics.median(slowest)}
+            if rate != LOOPBACK:
+                found["ring_s"] = ring_s(size, [Link(rate)] * workers)
+            result["measured"][str(workers)] = found
+        result |= fitted({int(k): each["sync_s"] for k, each in result["measured"].items()})
+        self._keep(result, "scaling")
+
+    # -- running and keeping ---------------------------------------------------------------------
+
+    def _runnable(self, *where: str):
+        """Contenders asked for; one whose package is missing gets a row that says why."""
+        for name in self.args.contenders:
+            if name == EXOGYM:
+                continue
+            contender = CONTENDERS[name]
+            reason = contender.package and missing(contender.package, self.args.peers)
+            if reason:
+                self._keep({"error": reason}, *where, name)
+            else:
+                yield name, contender
+
+    def _run(self, script: str, order: dict, rate: str, workers: int = WORKERS):
+        try:
+            return run_workers(script, order, workers=workers, rate=rate, timeout=self.args.timeout)
+        except RuntimeError as error:
+            return {"error": str(error)}
+
+    def _keep(self, found: dict, *where: str) -> None:
+        place = self.found
+        for key in where[:-1]:
+            place = place.setdefault(key, {})
+        place[where[-1]] = found
+        print(f"{' '.join(where)}: {summary(found)}", file=sys.stderr, flush=True)
+        if self.args.out:
+            self.args.out.write_text(json.dumps(self.found, indent=2) + "\n")
+
+
+def averaged(ranks: list[dict], length: int) -> dict:
+    """Means over the workers, who wait for each other; `exposed_s` is what a round takes beyond
+    as many bare steps as it had gradients."""
+    round_s = statistics.fmean(t for rank in ranks for t in rank["round_s"])
+    gradients = statistics.fmean(g for rank in ranks for g in rank["gradient_steps"])
+    bare = statistics.fmean(rank["bare_step_s"] for rank in ranks)
+    return {
+        "round_steps": length,
+        "round_s": round_s,
+        "each_round_s": [
+            statistics.fmean(times) for times in zip(*(r["round_s"] for r in ranks), strict=True)
+        ],
+        "gradient_steps": gradients,
+        "bare_step_s": bare,
+        "step_s": round_s / length,
+        "exposed_s": round_s - gradients * bare,
+        "bytes_per_step": statistics.fmean(r["bytes_per_round"] for r in ranks) / length,
+    }
+
+
+def expected_maximum(workers: int, steps: int, share: float) -> float:
+    """Of `workers` independent Binomial(steps, share)."""
+    chances = [comb(steps, n) * share**n * (1 - share) ** (steps - n) for n in range(steps + 1)]
+    below = [sum(chances[: n + 1]) for n in range(steps + 1)]
+    return sum(1 - each**workers for each in below[:-1])
+
+
+def draw_losses(tiny: bool) -> dict[str, list[float]]:
+    """Final losses of both kinds of draws over three seeds, 8 simulated workers, a small model."""
+    import palsgd
+
+    steps = 64 if tiny else 1280
+    size = dataclasses.replace(SIZES["tiny"], hidden=32, layers=2, batch=2, steps=steps, warmup=64)
+    task = Task(size)
+
+    def method(draws: str, seed: int, model):
+        from torch.optim.lr_scheduler import LambdaLR
+
+        return palsgd.PALSGD(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=size.lr),
+            sync_every=64,
+            mix_prob=0.1,
+            mix_rate=1.0,
+            outer=palsgd.nesterov(0.7, 0.9),
+            draws=draws,
+            seed=seed,
+            max_norm=1.0,
+            scheduler=lambda opt: LambdaLR(opt, task.lr_factor),
+        )
+
+    def stories(seed: int, worker: int):
+        at = Task(size)
+        at.seed = seed
+        for index in range(steps):
+            yield at.batch(worker=worker, workers=8, size=size.batch, index=index)
+
+    kinds, seeds = ("balanced", "independent"), (1, 2, 3)
+    results = palsgd.simulate_many(
+        [
+            {"method": partial(method, draws, seed), "data": partial(stories, seed), "seed": seed}
+            for draws in kinds
+            for seed in seeds
+        ],
+        workers=8,
+        steps=steps,
+        model=task.model,
+        loss=lambda model, batch: model(*batch),
+        progress=False,
+    )
+    losses = [task.score(task.totals(result.model))[0] for result in results]
+    return {draws: losses[3 * i : 3 * i + 3] for i, draws in enumerate(kinds)}
+
+
+def fitted(seconds: dict[int, float]) -> dict:
+    """A ring's two costs from the syncs measured: one of the bytes, 2 (K - 1) / K of them sent by
+    each worker, one of each of its 2 (K - 1) hops; and what they give for more workers."""
+    import numpy as np
+
+    def terms(workers: int) -> list[float]:
+        return [2 * (workers - 1) / workers, 2 * (workers - 1)]
+
+    costs, *_ = np.linalg.lstsq(
+        np.array([terms(k) for k in seconds]), np.array(list(seconds.values())), rcond=None
+    )
+    model = {k: float(np.dot(terms(k), costs)) for k in (2, 4, 8, 16, 64, 256, 1024)}
+    return {
+        "model_s": float(costs[0]),
+        "hop_s": float(costs[1]),
+        "modelled": {str(k): value for k, value in model.items()},
+        "worst_misfit": max(abs(model[k] / measured - 1) for k, measured in seconds.items()),
+    }
+
+
+def summary(found: dict) -> str:
+    shown = ("error", "final_loss", "step_s", "exposed_s", "measured_share", "worst_misfit")
+    return ", ".join(f"{key} {found[key]}" for key in shown if key in found)
+
+
+def commit() -> str:
+    here = ["git", "-C", str(Path(__file__).parent)]
+    done = subprocess.run([*here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    everyone = [*CONTENDERS, EXOGYM]
+    lists = {"phases": PHASES[1:], "rates": ("10mbit", "100mbit", LOOPBACK)}
+    lists["contenders"] = tuple(everyone)
+    for name, default in lists.items():
+        parser.add_argument(f"--{name}", default=",".join(default), help=f"default: {default}")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one untimed")
+    parser.add_argument("--scaling-rate", default="100mbit")
+    parser.add_argument("--tiny", action="store_true", help="a toy model, to see everything run")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
+    beside = Path(tempfile.gettempdir(), "palsgd-peers")
+    parser.add_argument("--peers", type=Path, default=beside, help="where peers are installed")
+    parser.add_argument("--exogym", type=Path, help="a checkout of github.com/exo-explore/gym")
+    parser.add_argument("--out", type=Path, help="JSON to write, merged with what is there")
+    args = parser.parse_args()
+    for name, known in (("phases", PHASES), ("contenders", everyone)):
+        asked = getattr(args, name).split(",")
+        unknown = [each for each in asked if each and each not in known]
+        if unknown:
+            parser.error(f"--{name}: {unknown[0]!r} is unknown; use some of {','.join(known)}")
+        setattr(args, name, [each for each in known if each in asked])
+    args.rates = args.rates.split(",")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    install(args.peers)
+    bench = Bench(args)
+    for phase in args.phases:
+        getattr(bench, phase)()
+    print(report(bench.found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""palsgd's own methods, through its public names only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from task import SEED
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from trainee import Trainee
+
+import palsgd
+
+
+class Ours(Trainee):
+    def __init__(self, *args: Any, method: str, outer_lr: float | None = None, **settings: Any):
+        self.method, self.settings = getattr(palsgd, method), settings
+        if outer_lr is not None:
+            self.settings["outer"] = palsgd.nesterov(outer_lr, 0.9)
+        if method == "PALSGD":
+            self.settings["seed"] = SEED
+        super().__init__(*args)
+
+    def prepare(self) -> None:
+        self.opt = self.method(
+            self.net,
+            self.inner,
+            scheduler=lambda opt: LambdaLR(opt, self.task.lr_factor),
+            **self.settings,
+        )
+        self.opt.run_until(self.steps)
+
+    def step_all(self) -> None:
+        self.opt.step()
+        self.clock, self.gradient_steps = self.opt.clock, self.opt.gradient_steps
+
+    @contextmanager
+    def global_model(self) -> Iterator[nn.Module]:
+        with self.opt.anchor_weights():
+            yield self.net
