@@ -400,7 +400,10 @@ def link(
     options = Options(data=data, download=download, device=device, force=force, quiet=quiet)
     if reason := unavailable():
         typer.echo(f"{reason}. Times are projected from a run over loopback instead.", err=True)
-    result = bench_link.bench(runs, links, out, options)
+    try:
+        result = bench_link.bench(runs, links, out, options)
+    except KeyboardInterrupt:
+        _fail(f"stopped; what is done is in {out}", 130)
     console = Console()
     for part in bench_link.tables(result):
         (console if console.is_terminal else Console(width=160)).print(part, highlight=False)
