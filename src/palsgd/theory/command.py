@@ -61,7 +61,7 @@ def run_theory(
         distance=distance, draws=draws, lr=lr, mix_rate=mix_rate,
     )  # fmt: skip
     lab = Lab(
-        problem=subject, setting=setting, distance=distance, runs=whole("seeds", seeds, least=2),
+        problem=subject, setting=setting, distance=distance, runs=whole("seeds", seeds, least=8),
         seed=whole("seed", seed), device=device,
     )  # fmt: skip
     with _one_thread(), Bar("theory", len(STUDIES) + 1, unit="parts", quiet=quiet) as bar:

@@ -2,12 +2,12 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from palsgd.draws import DRAWS
-from palsgd.lab.report.drawing import MUTED, Plot, new_axes, plain, publish, set_scale, thousands
+from palsgd.lab.report.drawing import MUTED, Plot, new_axes, plain, publish, set_scale
 from palsgd.lab.report.looks import Look
 from palsgd.theory.studies import Exponent, Line, Study
 
@@ -18,40 +18,48 @@ LOOKS = [
     Look("#a8437f", "#e79ac6", (0, (6, 1.5, 1, 1.5)), "^"),
 ]
 _COLOURS = {look.light: f"var(--line-{number})" for number, look in enumerate(LOOKS)}
-_FEW = 10  # points that are shown with error bars
 
 
 def draw(study: Study, folder: Path | None) -> Plot:
     figure, axes = new_axes(study.title, study.xlabel, height=2.85)
     for line, look in zip(study.lines, LOOKS, strict=False):
-        _draw_line(axes, line, look)
+        _draw_line(axes, line, look, joined=not study.names)
+        if study.show_bound and _few(line):
+            _draw_bound(axes, line, look)
     if study.exponents and study.log_x:
         _draw_claim(axes, study.lines, study.exponents[0])
-    _scale_y(axes, study.lines)
-    if study.name == "draws":
-        kinds = sorted(DRAWS, key=lambda kind: kind != "independent")
-        axes.set_xticks(range(len(kinds)), kinds)
-        axes.set_xlim(-0.5, len(kinds) - 0.5)
+    _scale_y(axes, study)
+    if study.names:
+        axes.set_xticks(range(len(study.names)), study.names)
+        axes.set_xlim(-0.5, len(study.names) - 0.5)
     else:
         _scale_x(axes, study)
     axes.legend(loc="best", fontsize=6.6, handlelength=2.4, labelspacing=0.3)
     return publish(figure, f"theory-{study.name}", study.title, _COLOURS, folder)
 
 
-def _draw_line(axes: Axes, line: Line, look: Look) -> None:
+def _draw_line(axes: Axes, line: Line, look: Look, *, joined: bool) -> None:
     mean, half = (
         np.array([getattr(each, part) for each in line.measured]) for part in ("mean", "half")
     )
-    shown = dict(color=look.light, ls=look.dash, label=line.label, zorder=3)
-    if len(line.x) > _FEW:
-        axes.fill_between(line.x, mean - half, mean + half, color=look.light, alpha=0.16, lw=0)
-        axes.plot(line.x, mean, **shown)  # type: ignore[arg-type]
-    else:
+    shown: Any = dict(color=look.light, ls=look.dash if joined else "none", label=line.label)
+    if _few(line):
         axes.errorbar(line.x, mean, yerr=half, marker=look.marker, ms=4, markeredgewidth=0,
-                      elinewidth=0.9, capsize=1.5, **shown)  # type: ignore[arg-type]  # fmt: skip
-    if line.bound is not None and len(line.x) <= _FEW:
+                      elinewidth=0.9, capsize=1.5, zorder=3, **shown)  # fmt: skip
+    else:
+        axes.fill_between(line.x, mean - half, mean + half, color=look.light, alpha=0.16, lw=0)
+        axes.plot(line.x, mean, zorder=3, **shown)
+
+
+def _draw_bound(axes: Axes, line: Line, look: Look) -> None:
+    if line.bound is not None:
         axes.plot(line.x, line.bound, color=look.light, lw=0.8, ls=(0, (1, 2)),
                   label=f"{line.label}: bound", zorder=2)  # fmt: skip
+
+
+def _few(line: Line) -> bool:
+    """Points that are shown one by one."""
+    return len(line.x) <= 10
 
 
 def _draw_claim(axes: Axes, lines: list[Line], exponent: Exponent) -> None:
@@ -66,18 +74,24 @@ def _draw_claim(axes: Axes, lines: list[Line], exponent: Exponent) -> None:
 
 def _scale_x(axes: Axes, study: Study) -> None:
     x = sorted({value for line in study.lines for value in line.x})
-    if not x:
-        return
-    set_scale(axes, "x", log=study.log_x, shown=thousands if x[-1] >= 1000 else plain)
+    set_scale(axes, "x", log=study.log_x, shown=_short)
     if study.log_x and len(x) <= 6:
-        axes.set_xticks(x, [thousands(value) if value >= 1000 else plain(value) for value in x])
+        axes.set_xticks(x, [_short(value) for value in x])
 
 
-def _scale_y(axes: Axes, lines: list[Line]) -> None:
-    values = [each.mean for line in lines for each in line.measured]
-    values += [value for line in lines for value in line.bound or () if len(line.x) <= _FEW]
+def _scale_y(axes: Axes, study: Study) -> None:
+    values = [each.mean for line in study.lines for each in line.measured]
+    if study.show_bound:
+        values += [value for line in study.lines for value in line.bound or () if _few(line)]
     positive = [value for value in values if math.isfinite(value) and value > 0]
-    if not positive:
-        return
-    axes.set_ylim(min(positive) / 1.6, max(positive) * 1.6)
-    set_scale(axes, "y", log=True, shown=lambda value: f"{value:.0e}".replace("e-0", "e-"))
+    if positive:
+        axes.set_ylim(min(positive) / 1.6, max(positive) * 1.6)
+        set_scale(axes, "y", log=True, shown=_power)
+
+
+def _short(value: float) -> str:
+    return f"{value / 1000:.3g}k" if value >= 10_000 else plain(value)
+
+
+def _power(value: float) -> str:
+    return plain(value) if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-")

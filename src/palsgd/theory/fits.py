@@ -18,8 +18,17 @@ class Measured:
     @classmethod
     def of(cls, values: Tensor) -> "Measured":
         """One value per run."""
-        spread = values.std().item() if len(values) > 1 else math.nan
-        return cls(values.mean().item(), SIGMAS * spread / math.sqrt(len(values)))
+        error = values.std().item() / math.sqrt(len(values))
+        return cls(values.mean().item(), quantile(len(values) - 1) * error)
+
+
+def quantile(freedom: int) -> float:
+    """Student's t for 95 %, by its expansion around the normal distribution: 1 % short at 5 degrees
+    of freedom, exact to rounding at hundreds."""
+    z = SIGMAS
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / freedom + second / freedom**2
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from palsgd.theory.bound import Bound, explicit_bound
 from palsgd.theory.fits import Fit, Measured, power_law
 from palsgd.theory.problems import Problem
 from palsgd.theory.running import Outcome, RandomSource, Watch, run
@@ -44,9 +43,6 @@ class Lab:
         """E[F(xhat)] - F*."""
         found = self.outcome(problem, setting, distance=distance, runs=runs)
         return Measured.of(problem.excess(found.average))
-
-    def theorem(self, problem: Problem, setting: Setting, *, distance: float) -> Bound:
-        return explicit_bound(problem, setting, distance)
 
 
 @dataclass
@@ -95,6 +91,8 @@ class Study:
     exponents: list[Exponent] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     log_x: bool = True
+    show_bound: bool = True  # where it does not press all else into a corner
+    names: list[str] = field(default_factory=list)  # of the places on the x axis, if no numbers
 
 
 def skipped(study: Study, steps: float) -> bool:
@@ -106,6 +104,19 @@ def skipped(study: Study, steps: float) -> bool:
         "L/mu or H, or a larger p, needs fewer."
     )
     return True
+
+
+def noiseless(study: Study, lab: Lab) -> bool:
+    """Whether a study of noise has none; then it says so."""
+    if lab.problem.sigma > 0:
+        return False
+    study.notes.append("Not run: without noise (sigma = 0) this term is 0.")
+    return True
+
+
+def times(one: float, other: float) -> str:
+    """How many times the other, for people."""
+    return f"{one / other:,.0f}" if other else "infinitely many"
 
 
 def rounds_up(steps: float, sync_every: int) -> int:

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from palsgd.theory.lemmas import Check
 from palsgd.theory.results import Results
+from palsgd.theory.studies import times
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ def error_table(results: Results) -> Table:
     assert line.bound is not None
     rows = [
         (f"{line.x[at]:,.0f}", _interval(line.measured[at].mean, line.measured[at].half),
-         f"{line.bound[at]:.3g}", f"{line.bound[at] / line.measured[at].mean:,.0f}")
+         f"{line.bound[at]:.3g}", times(line.bound[at], line.measured[at].mean))
         for at in _spread(len(line.x), 5)
     ]  # fmt: skip
     head = ("T", "E[F(xhat)] - F*", "bound", "bound / measured")

@@ -5,7 +5,7 @@ import math
 import torch
 
 from palsgd.theory.bound import explicit_bound
-from palsgd.theory.fits import SIGMAS, Fit, Measured, straight_line
+from palsgd.theory.fits import Fit, Measured, quantile, straight_line
 from palsgd.theory.problems import Bent, Noiseless, Problem, Quadratic
 from palsgd.theory.running import WeightedMean
 from palsgd.theory.setting import Setting, largest_lr, theorem_log, theorem_setting
@@ -15,8 +15,10 @@ from palsgd.theory.studies import (
     Line,
     Study,
     mean_model_watch,
+    noiseless,
     rounds_up,
     skipped,
+    times,
     with_,
 )
 
@@ -44,8 +46,13 @@ def convergence(lab: Lab) -> Study:
     study.notes.append(
         f"At T = {at[-1]:,}: measured {last.mean:.3g} ± {last.half:.1g}, bound {bound.total:.3g} "
         f"(transient {bound.transient:.2g}, drift {bound.drift:.2g}, noise {bound.noise:.2g}), "
-        f"{bound.total / last.mean:,.0f} times as much."
+        f"{times(bound.total, last.mean)} times as much."
     )
+    if theorem_log(lab.problem, lab.setting.workers, lab.setting.steps, lab.distance) <= 0:
+        study.notes.append(
+            "So few steps, or so much noise, that ln(mu^2 d0 T^2 K / sigma^2) is not positive and "
+            "the theorem names no step size; p/(48 L H) stands in unless one was given."
+        )
     return study
 
 
@@ -81,7 +88,7 @@ def speed_up(lab: Lab) -> Study:
     # mu alpha T = 8 leaves of the start a factor exp(-16)
     steps = rounds_up(8 / (lab.problem.mu * most), base.sync_every)
     workers = (1, 2, 4, 8, 16)
-    if skipped(study, steps * len(workers)):
+    if noiseless(study, lab) or skipped(study, steps * len(workers)):
         return study
     settings = [with_(_theorem(lab, steps), workers=number, lr=most) for number in workers]
     settings = [_mixing_as_stated(setting) for setting in settings]
@@ -101,8 +108,10 @@ def speed_up(lab: Lab) -> Study:
 
 def by_steps(lab: Lab) -> Study:
     study = Study("steps", "Error by number of steps", "steps T, with alpha of the theorem")
+    if noiseless(study, lab):
+        return study
     shortest = _second_branch(lab)
-    lengths = [rounds_up(shortest * times, lab.setting.sync_every) for times in (1, 2, 4)]
+    lengths = [rounds_up(shortest * factor, lab.setting.sync_every) for factor in (1, 2, 4)]
     if skipped(study, sum(lengths)):
         return study
     settings = [_theorem(lab, steps) for steps in lengths]
@@ -165,12 +174,12 @@ def _line(lab: Lab, label: str, x: list[float], settings: list[Setting]) -> Line
 # short. alpha = p/(6 L H) is what Lemmas 3 and 4 ask for; below p/(48 L H), the theorem's own, it
 # takes more than a thousand workers before noise no longer hides the drift.
 _BENT_CONDITION = 5.0
-_BENT_WORKERS, _BENT_RUNS = 2048, 16
+_BENT_WORKERS = 2048
 _FORGOTTEN = 2.0  # mu alpha T: the same share of the way to the level where drift settles
 
 
 def drift_by_interval(lab: Lab) -> Study:
-    study = Study("interval", "Drift by sync interval", "sync interval H")
+    study = Study("interval", "Drift by sync interval", "sync interval H", show_bound=False)
     problem, intervals = _bent(lab), (4, 8, 16)
     lr = lab.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
     steps = math.ceil(_FORGOTTEN / (problem.mu * lr))
@@ -194,10 +203,11 @@ def drift_by_interval(lab: Lab) -> Study:
 
 def drift_by_steps(lab: Lab) -> Study:
     every = 4
-    study = Study("drift", "Drift by number of steps", f"steps T = {_FORGOTTEN:g}/(mu alpha)")
+    xlabel = f"steps T = {_FORGOTTEN:g}/(mu alpha)"
+    study = Study("drift", "Drift by number of steps", xlabel, show_bound=False)
     problem = _bent(lab)
     most = lab.setting.mix_prob / (6 * problem.smoothness * every)
-    rates = [most / times for times in (1, 2, 4, 8)]
+    rates = [most / factor for factor in (1, 2, 4, 8)]
     lengths = [rounds_up(_FORGOTTEN / (problem.mu * lr), every) for lr in rates]
     if skipped(study, sum(lengths)):
         return study
@@ -221,7 +231,7 @@ def drift_by_steps(lab: Lab) -> Study:
 def floor_by_workers(lab: Lab) -> Study:
     """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
     study = Study("floor", "Where more workers stop helping", "workers K")
-    bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 4096)
+    bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 2048)
     lr = lab.setting.mix_prob / (6 * bent.smoothness * every)
     steps = rounds_up(_FORGOTTEN / (bent.mu * lr), every)
     if skipped(study, steps * 2 * len(numbers)):
@@ -230,17 +240,23 @@ def floor_by_workers(lab: Lab) -> Study:
     for problem in (Quadratic.of(ends, bent.sigma, lab.device), bent):
         settings = [with_(_bent_setting(lab, lr, every, steps), workers=k) for k in numbers]
         measured = [
-            lab.excess(problem, s, distance=0.0, runs=max(8, 32768 // s.workers // problem.dim))
+            lab.excess(problem, s, distance=0.0, runs=_bent_runs(lab) * numbers[-1] // s.workers)
             for s in settings
         ]
         study.lines.append(Line(problem.name, [float(k) for k in numbers], measured))
     quadratic, flat = (line.fit() for line in study.lines)
     study.notes.append(
-        f"From K = 16 to 4096 the quadratic's error falls as K^{quadratic.slope:.2f}, that of the "
-        f"bent problem as K^{flat.slope:.2f}: the mean of a linear gradient over scattered workers "
-        "is the gradient at their mean, so identical data on a quadratic have no drift at all."
+        f"From K = {numbers[0]} to {numbers[-1]} the quadratic's error falls as "
+        f"K^{quadratic.slope:.2f}, that of the bent problem as K^{flat.slope:.2f}: the mean of a "
+        "linear gradient over scattered workers is the gradient at their mean, so identical data "
+        "on a quadratic have no drift at all."
     )
     return study
+
+
+def _bent_runs(lab: Lab) -> int:
+    """So many workers are a mean over many already."""
+    return max(4, lab.runs // 64)
 
 
 def _bent(lab: Lab) -> Bent:
@@ -260,12 +276,12 @@ def _bent_setting(lab: Lab, lr: float, every: int, steps: int) -> Setting:
 def _drift_lines(lab: Lab, problem: Bent, x: list[float], settings: list[Setting]) -> list[Line]:
     """From x*, so that all error is noise or drift: the error, and F at the mean of xhat over
     runs, from which most of the noise is gone."""
-    errors, drifts = [], []
+    errors, drifts, runs = [], [], _bent_runs(lab)
     for setting in settings:
-        xhat = lab.outcome(problem, setting, distance=0.0, runs=_BENT_RUNS).average
+        xhat = lab.outcome(problem, setting, distance=0.0, runs=runs).average
         errors.append(Measured.of(problem.excess(xhat)))
-        mean, spread = xhat.mean(0), xhat.std(0) / math.sqrt(_BENT_RUNS)
-        half = SIGMAS * (problem.gradient(mean) * spread).norm().item()
+        mean, spread = xhat.mean(0), xhat.std(0) / math.sqrt(runs)
+        half = quantile(runs - 1) * (problem.gradient(mean) * spread).norm().item()
         drifts.append(Measured(problem.excess(mean).item(), half))
     bounds = [explicit_bound(problem, setting, 0.0) for setting in settings]
     return [

@@ -31,9 +31,9 @@ REGIMES = (Regime("noise, from x*", True), Regime("transient, without noise", Fa
 
 
 def by_draws(lab: Lab) -> Study:
-    study = Study("draws", "Draws", "draws")
-    steps = _length(lab)
     kinds = sorted(DRAWS, key=lambda kind: kind != "independent")
+    study = Study("draws", "Draws", "draws", names=kinds)
+    steps = _length(lab)
     if skipped(study, steps * 2 * len(kinds)):
         return study
     for regime in REGIMES:
@@ -49,7 +49,7 @@ def by_draws(lab: Lab) -> Study:
 
 def by_mix_prob(lab: Lab) -> Study:
     """alpha as it is; eta as the theorem says for each p."""
-    study = Study("mix-prob", "Away from the theorem: p", "mix probability p")
+    study = Study("mix-prob", "Away from the theorem: p", "mix probability p", log_x=False)
     steps, base = _length(lab), lab.setting
     if skipped(study, steps * 2 * len(_SHARES)):
         return study
