@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -297,6 +297,77 @@ def theory(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A recipe to measure; not needed with --step-ms and --parameters."),
+    ] = None,
+    workers: Workers = None,
+    rate: Annotated[str, typer.Option(help="Of a worker's (or node's) link, each way.")] = "1gbit",
+    latency: Annotated[float, typer.Option(help="One way, in milliseconds.")] = 1.0,
+    step_ms: Annotated[
+        float | None, typer.Option(help="Of a gradient step.", show_default="measured")
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="E.g. 8M or 70B.", show_default="the recipe's")
+    ] = None,
+    steps: Steps = None,
+    mix_prob: MixProb = None,
+    extra_steps: Annotated[
+        float, typer.Option(help="The share of steps that local methods need beyond DDP's.")
+    ] = 0.0,
+    spread: Annotated[str, typer.Option(help="Of steps: constant, lognormal, heavy-tail.")] = (
+        "constant"
+    ),
+    cv: Annotated[float, typer.Option(help="Deviation over mean of lognormal steps.")] = 0.1,
+    straggler: Annotated[float, typer.Option(help="How much slower one worker is.")] = 1.0,
+    per_node: Annotated[int, typer.Option(help="Workers that share a fast node.")] = 1,
+    node_rate: Annotated[str, typer.Option(help="Inside a node.")] = "1200gbit",
+    all_reduce: Annotated[str, typer.Option(help="auto, ring, tree, two-level, or gloo.")] = "auto",
+    overlap: Annotated[
+        float, typer.Option(help="Share of a step behind which DDP hides its all-reduces.")
+    ] = 2 / 3,
+    paper_clusters: Annotated[
+        bool, typer.Option("--paper-clusters", help="The paper's clusters and speed-ups instead.")
+    ] = False,
+    scale_study: Annotated[
+        bool, typer.Option("--scale-study", help="8 to 10,000 workers, 8M to 70B, instead.")
+    ] = False,
+    data: Data = None,
+    device: Device = "auto",
+    out: Out = None,
+) -> None:
+    """Say what pays on a cluster: H, overlap, compression, workers; time, bytes and memory.
+
+    Example: palsgd plan --step-ms 50 --parameters 8M --workers 4 --rate 100mbit --latency 20
+    """
+    from palsgd.lab.collection import check_device
+    from palsgd.lab.plan import command
+
+    if paper_clusters:
+        from palsgd.lab.plan.paper import paper_parts
+
+        _print(paper_parts())
+        return
+    folder = out or _new_folder("plan")
+    if scale_study:
+        from palsgd.lab.plan.scale import scale_parts
+
+        _print(scale_parts(folder))
+        return
+    check_device(device)
+    settings = None if recipe is None else settings_from(recipe, None)
+    number = workers or (4 if settings is None else settings.workers)
+    cluster, task = command.prepare(
+        settings, step_ms=step_ms, parameters=parameters, steps=steps, mix_prob=mix_prob,
+        extra_steps=extra_steps, data=data, device=device, workers=number, rate=rate,
+        latency=latency / 1e3, spread=spread, cv=cv, straggler=straggler, per_node=per_node,
+        node_rate=node_rate, all_reduce=all_reduce, overlap=overlap,
+    )  # fmt: skip
+    _print(command.plan(cluster, task, folder))
+
+
+@app.command()
 def recipes() -> None:
     """List workloads, recipes and grids.
 
@@ -493,6 +564,16 @@ def _table(folders: list[Path]) -> None:
     # in a file or pipe nothing forces long names of runs to be folded
     wide = console if console.is_terminal else Console(width=160)
     wide.print(terminal_table(folders))
+
+
+def _print(parts: Iterable[Any]) -> None:
+    """Wide where nothing forces tables to be folded."""
+    from rich.console import Console
+
+    console = Console()
+    wide = console if console.is_terminal else Console(width=200)
+    for part in parts:
+        wide.print(part, highlight=False)
 
 
 def _reporter(quiet: bool) -> Callable[[str, int, int], None]:

@@ -1,0 +1,1 @@
+"""What pays on a cluster: `palsgd plan`."""

@@ -1,0 +1,23 @@
+"""Bytes that training holds on each device, activations not counted."""
+
+from palsgd.cluster import Work
+
+STATE = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of inner state per parameter, with momentum
+MESSAGE = 128 * 2**20  # bytes: the longest of a sync, unless bucket_mb says otherwise
+
+
+def memory(work: Work, *, inner: str, workers: int, outer_state: int = 1) -> dict[str, float]:
+    """By what it is for. Models are in fp32; the outer optimizer has `outer_state` tensors."""
+    model = 4.0 * work.parameters
+    found = {"model": model, "gradients": model, "inner optimizer": STATE[inner] * model}
+    if work.is_ddp:
+        return found | {"DDP's buckets": model}
+    part = model / work.fragments
+    found |= {"anchor": model, "outer optimizer": outer_state * model}
+    found["messages"] = min(part, MESSAGE)
+    if work.delay:
+        found["messages"] = part
+        found["fragment as it was sent"] = part
+    if work.compress is not None:
+        found["compression residues"] = model + model / workers
+    return found
