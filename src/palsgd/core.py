@@ -30,7 +30,7 @@ from palsgd.warmup import GradientSync, average_gradients
 
 
 class Core:
-    _COUNTS = ("gradient_steps", "rounds", "synced", "since_sync", "epoch", "sent_at")
+    _COUNTS = ("gradient_steps", "rounds", "synced", "since_sync", "epoch")
 
     def __init__(
         self,
@@ -449,6 +449,7 @@ class Core:
 
     def counts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._COUNTS} | {
+            "sent_at": list(self.sent_at),
             "sync_every": self.method.sync_every,
             "origin": self.origin,
             "measuring": self.auto is not None,
@@ -459,6 +460,7 @@ class Core:
         self.clock = clock
         for name in self._COUNTS:
             setattr(self, name, counts[name])
+        self.sent_at = list(counts["sent_at"])
         if self.auto is not None:
             self._costs = [Costs(*pair) for pair in counts["costs"]]
             if not counts["measuring"]:

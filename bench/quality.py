@@ -1,0 +1,191 @@
+"""What compression, overlap and fragments cost in loss: simulated workers, several seeds.
+
+    python bench/quality.py --device cuda --processes 12 --out bench/results/quality-h200.json
+
+Four workers train a GPT-Neo of about a million parameters on endless stories, H = 64, with every
+variant from the same first weights and on the same batches of each seed. Figures are losses on a
+held-out set and their ratio to plain PALSGD's with the same seed; the spread is over seeds.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import palsgd
+from palsgd.lab.data.stories import GRAMMAR
+from palsgd.lab.models.gpt_neo import GPTNeo
+from palsgd.lab.workloads.stories import Stories
+
+WORKERS, BATCH, RISE = 4, 8, 64
+PALSGD = dict(method="PALSGD", mix_prob=0.1, mix_rate=2.0, outer_lr=0.7)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "DDP": dict(method="DDP"),
+    "Local SGD": dict(method="LocalSGD"),
+    "DiLoCo": dict(method="DiLoCo", outer_lr=0.7),
+    "PALSGD": PALSGD,
+    "independent draws": PALSGD | dict(draws="independent"),
+    "bf16": PALSGD | dict(compress="bf16"),
+    "int8": PALSGD | dict(compress="int8"),
+    "int4": PALSGD | dict(compress="int4"),
+    "topk:0.03": PALSGD | dict(compress="topk:0.03"),
+    "delay 16": PALSGD | dict(delay=16),
+    "delay 32": PALSGD | dict(delay=32),
+    "4 fragments": PALSGD | dict(fragments=4),
+    "4 fragments, delay 16": PALSGD | dict(fragments=4, delay=16),
+    "int8, delay 16": PALSGD | dict(compress="int8", delay=16),
+    "int4, delay 16": PALSGD | dict(compress="int4", delay=16),
+    "int4, 4 fragments, delay 16": PALSGD | dict(compress="int4", fragments=4, delay=16),
+}
+
+
+class Task(Stories):
+    def model(self) -> nn.Module:
+        return GPTNeo(
+            vocab=len(GRAMMAR.vocabulary), positions=GRAMMAR.longest, hidden=128, heads=4, layers=5
+        )
+
+
+def factor(steps: int, clock: int) -> float:
+    """Of the learning rate: a linear rise, then half a cosine to zero."""
+    if clock < RISE:
+        return (clock + 1) / RISE
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (clock - RISE) / (steps - RISE))))
+
+
+def optimizer(
+    model: nn.Module, *, settings: dict[str, Any], steps: int, lr: float, seed: int
+) -> Any:
+    rules = dict(settings)
+    kind = getattr(palsgd, rules.pop("method"))
+    lr = rules.pop("lr", lr)
+    if kind is not palsgd.DDP:
+        rules.setdefault("sync_every", 64)
+    if "outer_lr" in rules:
+        rules["outer"] = palsgd.nesterov(rules.pop("outer_lr"), rules.pop("outer_momentum", 0.9))
+    if kind is palsgd.PALSGD:
+        rules["seed"] = seed
+    inner = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    schedule = partial(LambdaLR, lr_lambda=partial(factor, steps))
+    return kind(model, inner, max_norm=1.0, scheduler=schedule, **rules)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    task = Task(device=job["device"], seed=job["seed"])
+
+    def batches(worker: int) -> Any:
+        index = 0
+        while True:
+            yield task.batch(worker=worker, workers=WORKERS, size=job["batch"], index=index)
+            index += 1
+
+    chosen = {name: job[name] for name in ("settings", "steps", "lr", "seed")}
+    result = palsgd.simulate(
+        workers=WORKERS,
+        steps=job["steps"],
+        model=task.model,
+        loss=task.loss,
+        data=batches,
+        method=partial(optimizer, **chosen),
+        vectorize=False,
+        device=job["device"],
+        seed=job["seed"],
+        evaluate=lambda model: task.score(task.totals(model))[0],
+        evaluate_every=lambda clock: clock >= job["steps"],
+        progress=False,
+    )
+    losses = [line["metric"] for line in result.history if "metric" in line]
+    return {
+        "variant": job["variant"],
+        "seed": job["seed"],
+        "loss": losses[-1],
+        "bytes_sent": result.ledger.bytes_sent,
+        "syncs": result.ledger.syncs,
+        "parameters": sum(p.numel() for p in result.model.parameters()),
+    }
+
+
+def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_variant: dict[str, dict[int, dict]] = {}
+    for each in found:
+        by_variant.setdefault(each["variant"], {})[each["seed"]] = each
+    plain = by_variant.get("PALSGD", next(iter(by_variant.values())))
+    rows = []
+    for name, runs in by_variant.items():
+        losses = [run["loss"] for run in runs.values()]
+        ratios = [run["loss"] / plain[seed]["loss"] - 1 for seed, run in runs.items()]
+        rows.append(
+            {
+                "variant": name,
+                "loss": statistics.mean(losses),
+                "spread": statistics.stdev(losses) if len(losses) > 1 else 0.0,
+                "over_plain": statistics.mean(ratios),
+                "over_plain_spread": statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
+                "bytes_sent": next(iter(runs.values()))["bytes_sent"],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--variants", help="names separated by ';'; all if not given")
+    parser.add_argument("--extra", help="more variants, as JSON: {name: settings}")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    variants = VARIANTS | json.loads(args.extra or "{}")
+    names = args.variants.split(";") if args.variants else list(variants)
+    jobs = [
+        dict(variant=name, settings=variants[name], seed=seed, steps=args.steps, lr=args.lr,
+             batch=args.batch, device=args.device)
+        for seed in range(1, args.seeds + 1)
+        for name in names
+    ]  # fmt: skip
+    found = []
+    with torch.multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for each in pool.imap_unordered(run, jobs):
+            found.append(each)
+            print(f"{len(found)}/{len(jobs)} {each['variant']}: {each['loss']:.4f}", flush=True)
+            if args.out:  # what is done is kept
+                write(args, found)
+    for row in table(found):
+        print(
+            f"{row['variant']:32} {row['loss']:.4f} +- {row['spread']:.4f}   "
+            f"{100 * row['over_plain']:+.2f}% +- {100 * row['over_plain_spread']:.2f}   "
+            f"{row['bytes_sent'] / 1e6:.2f} MB"
+        )
+
+
+def write(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "machine": machine(args.device),
+        "workers": WORKERS,
+        "steps": args.steps,
+        "batch": args.batch,
+        "lr": args.lr,
+        "floor": Task.floor,
+        "runs": found,
+        "table": table(found),
+    }
+    args.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
