@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from palsgd.cluster import units
 from palsgd.compression import BLOCK, find_codec
@@ -12,7 +12,7 @@ from palsgd.pseudo_async import PseudoAsync
 if TYPE_CHECKING:
     from palsgd.optimizer import LocalOptimizer
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, of torch's DistributedDataParallel
+FIRST_BUCKET = 2**20  # bytes, of torch's DistributedDataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Work:
     delay: int = 0  # steps between the end of a round and the use of its mean
     fragments: int = 1
     gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
+    bucket_mb: float = 25.0  # of DDP's all-reduces; torch's bucket_cap_mb
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
@@ -36,6 +37,7 @@ class Work:
         if self.warmup_steps != math.inf:
             whole("warmup_steps", self.warmup_steps)
         whole("gradient_bytes", self.gradient_bytes, least=1)
+        units.number_in("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
         if whole("fragments", self.fragments, least=1) > self.sync_every:
             raise ValueError(
                 f"fragments={self.fragments} must be at most sync_every={self.sync_every}: each is "
@@ -49,9 +51,8 @@ class Work:
             )
 
     @classmethod
-    def ddp(cls, parameters: int | str, gradient_bytes: int = 4) -> "Work":
-        number = units.count("parameters", parameters)
-        return cls(parameters=number, warmup_steps=math.inf, gradient_bytes=gradient_bytes)
+    def ddp(cls, parameters: int, **how: Any) -> "Work":
+        return cls(parameters=parameters, warmup_steps=math.inf, **how)
 
     @classmethod
     def of(cls, optimizer: "LocalOptimizer") -> "Work":
@@ -90,5 +91,6 @@ class Work:
         """Sizes of DDP's all-reduces in the order of the backward pass: torch's are about as long
         as this, as whole tensors have to fit."""
         first = min(FIRST_BUCKET, self.gradient_size)
-        full, rest = divmod(self.gradient_size - first, BUCKET)
-        return [first] + [BUCKET] * full + [rest] * (rest > 0)
+        size = int(self.bucket_mb * 2**20)
+        full, rest = divmod(self.gradient_size - first, size)
+        return [first] + [size] * full + [rest] * (rest > 0)

@@ -23,6 +23,7 @@ WORKERS = (8, 64, 512, 2048, 10_000)
 RATES = (1e7, 1e8, 1e9, 1e10, 1e11, 4e11)
 MODELS = {"8 M": 8e6, "125 M": 1.25e8, "7 B": 7e9, "70 B": 7e10}
 H, P = 64, 0.1
+BUCKETS = (25.0, 1000.0)  # of DDP, in MiB: torch's, and one for links with much latency
 
 TOKENS = 8 * 16_384  # of a worker's step
 FLOPS = 8 * 400e12  # of a worker: eight GPUs, at what they get done
@@ -37,7 +38,8 @@ ASSUMED = (
     "fast links, all is this, and none would be left were the same workers always the slow ones",
     "20 ms of latency up to 1 Gbit/s, 1 ms at 10 Gbit/s, 10 us above; the cheaper of a ring and a "
     "tree",
-    "DDP sends bf16 gradients, hidden behind the backward pass; PALSGD fp32, not hidden, not coded",
+    "DDP sends bf16 gradients, hidden behind the backward pass, in buckets of 25 MiB or 1 GiB, "
+    "whichever is faster; PALSGD sends fp32, not hidden, not coded",
     f"H = {H}, p = {P}, equal gradients and as many of them as DDP needs: at equal steps PALSGD "
     f"gains {P:.0%} more",
 )
@@ -68,11 +70,16 @@ def cells(
                     workers=number, step=step, rate=rate, latency=_latency(rate),
                     spread="lognormal", cv=CV,
                 )  # fmt: skip
-                ddp = place.project(Work.ddp(int(size), gradient_bytes=2), steps=rounds * H)
+                ddp = min(_ddp_s(place, int(size), rounds * H, bucket) for bucket in BUCKETS)
                 work = Work(parameters=int(size), sync_every=H, mix_prob=P)
                 found = place.project(work, steps=rounds * H)
                 each = found.time_s / found.gradient_steps
-                yield Cell(model, rate, number, ddp.time_s / (rounds * H), each)
+                yield Cell(model, rate, number, ddp, each)
+
+
+def _ddp_s(place: Cluster, size: int, steps: int, bucket_mb: float) -> float:
+    work = Work.ddp(size, gradient_bytes=2, bucket_mb=bucket_mb)
+    return place.project(work, steps=steps).time_s / steps
 
 
 def _latency(rate: float) -> float:
