@@ -390,6 +390,13 @@ def exponents(study):
     return {each.claim: each for each in study.exponents}
 
 
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_bound_holds_for_every_t(name):
+    line = terms.convergence(small_lab(PROBLEMS[name], runs=50)).lines[0]
+    assert line.x[-1] == 256
+    assert all(m.mean + m.half < b for m, b in zip(line.measured, line.bound, strict=True))
+
+
 def test_error_falls_with_workers_as_claimed():
     problem = Quadratic.of(torch.ones(2), sigma=1.0)
     (found,) = terms.speed_up(small_lab(problem, runs=1600, sync_every=2)).exponents

@@ -260,14 +260,13 @@ def all_checks(lab: Lab) -> list[Check]:
 def counterexamples(lab: Lab) -> list[Check]:
     """Within what a lemma asks for, but beyond it; without noise, so that nothing hides it."""
     problem, base = Noiseless.like(lab.problem), with_(_theorems_own(lab), mix_prob=0.5)
-    runs = min(lab.runs, 64)
     largest = 1 / (4 * problem.smoothness)
     free = with_(base, sync_every=8, steps=16, lr=largest, mix_rate=0.5 / largest)
     many = _stated(problem, with_(base, sync_every=16, steps=16, workers=1024))
     some = _stated(problem, with_(base, sync_every=4, steps=4, workers=256))
 
     def path(setting: Setting, form: str = ALGORITHM) -> Trajectory:
-        return _path(lab, problem, setting, form, lab.distance, runs)
+        return _path(lab, problem, setting, form, lab.distance, 64)
 
     return [
         lemma1(

@@ -13,6 +13,7 @@ from palsgd.theory.running import Outcome, RandomSource, Watch, run
 from palsgd.theory.setting import Setting
 
 MOST_STEPS = 2_000_000  # of one study; more would take an hour
+_RESOLVED = 0.3  # half an interval that still tells exponents apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ class Exponent:
     @property
     def verdict(self) -> str:
         miss = self.measured.slope - self.claimed
-        if not math.isfinite(miss):
-            return "not measured"
+        if not self.measured.half <= _RESOLVED:
+            return "too wide to say"
         if abs(miss) <= max(self.measured.half, 0.05):
             return "as claimed"
         # A bound holds where the error falls faster or grows slower than it says.
@@ -116,7 +117,9 @@ def noiseless(study: Study, lab: Lab) -> bool:
 
 def times(one: float, other: float) -> str:
     """How many times the other, for people."""
-    return f"{one / other:,.0f}" if other else "infinitely many"
+    if not other:
+        return "infinitely many"
+    return f"{one / other:,.0f}" if one >= 100 * other else f"{one / other:.3g}"
 
 
 def rounds_up(steps: float, sync_every: int) -> int:

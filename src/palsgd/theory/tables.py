@@ -43,10 +43,10 @@ def exponent_table(results: Results) -> Table:
 
 
 def lemma_table(checks: list[Check]) -> Table:
-    head = ("inequality", "form", "checked", "left", "right", "verdict")
+    head = ("inequality", "form", "checked", "left", "right", "margin", "verdict")
     rows = [
         (check.claim, check.form, check.where, f"{check.left:.4g}", f"{check.right:.4g}",
-         check.verdict)
+         "" if check.errors is None else f"{check.errors:,.0f} s.e.", check.verdict)
         for check in sorted(checks, key=attrgetter("claim", "form"))
     ]  # fmt: skip
     return Table("Lemmas", head, rows)

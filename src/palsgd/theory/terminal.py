@@ -19,7 +19,7 @@ def show(results: Results) -> None:
             if exponent.verdict != "as claimed":
                 wide.print(Text(f"{exponent.claim}: {exponent.verdict}; {exponent.why}."))
         for note in study.notes:
-            wide.print(Text(note))
+            wide.print(Text(f"{study.title}: {note}"))
     for reason in results.outside:
         wide.print(Text(f"Outside the theorem: {reason}. Run all the same."))
 
