@@ -135,12 +135,8 @@ def _heat(axes: Axes, model: str, found: list[Cell]) -> None:
     )  # fmt: skip
     for (row, column), value in np.ndenumerate(grid):
         shade = "white" if value > 14 else THEME["ink"][0]
-        text = (
-            f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 1.95 else f"{value:.2f}"
-        )
-        axes.text(
-            column, row, f"{value:.{digits}f}", ha="center", va="center", size=7.2, color=shade
-        )
+        text = f"{value:.{0 if value >= 9.95 else 1 if value >= 1.95 else 2}f}"
+        axes.text(column, row, text, ha="center", va="center", size=7.2, color=shade)
     axes.set_xticks(range(len(RATES)), [rate_words(rate).replace("bit/s", "") for rate in RATES])
     axes.set_yticks(range(len(WORKERS)), [f"{number:,}" for number in WORKERS])
     axes.set_title(f"{model} parameters", loc="left", size=7.6, pad=3)
