@@ -73,7 +73,7 @@ def gloo_twin(workers: int, size: float, rate: float, latency: float) -> float:
     """gloo's two phases, segment by segment: when each is sent by, and has come to, a worker.
     Workers do the same at the same time, so one stands for all; K > 2."""
     segments = max(2, math.ceil(size / workers / 2**20))
-    t, now = 8 * size / workers / segments / (rate * 1448 / 1514), 0.0
+    t, now = 8 * size / workers / segments / (rate * 1448 / 1547), 0.0
     for _phase in range(2):
         asked, arrived, free = [now, now], [], now
         for i in range((workers - 1) * segments):

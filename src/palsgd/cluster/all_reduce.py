@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo")
 
-TCP_SHARE = 1448 / 1514  # payload in a full Ethernet frame
+# Payload of TCP over Ethernet: of each frame, beside which half an acknowledgement goes out for
+# what comes in, as in a ring all send and receive at once.
+TCP_SHARE = 1448 / (1514 + 66 / 2)
 GLOO_SEGMENT = 2**20  # bytes: the longest piece that gloo's ring sends at once
 
 

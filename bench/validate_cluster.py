@@ -1,0 +1,237 @@
+"""The cluster model against real processes over emulated links.
+
+    sudo python bench/validate_cluster.py                 # about six minutes on two cores
+    sudo python bench/validate_cluster.py --only 4        # networks with four workers
+
+Workers are processes in network namespaces behind links of a given rate and latency, with torch's
+gloo and palsgd's own optimizers. A gradient is a sleep, in the forward pass and layer by layer in
+the backward pass, as two cores cannot compute for eight workers at once: it stands for a device
+that leaves its host's cores alone. What the prediction knows was measured without a link: the step
+time, and what a sync takes over loopback; the rest is nominal rate, latency and the model's size.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import machine
+from torch import Tensor, nn
+
+import palsgd
+from palsgd.cluster import Clockwork, Cluster, Work
+from palsgd.cluster.counts import Planned
+from palsgd.lab.links import Link, Network, unavailable
+
+LAYERS, WIDTH = 8, 131_072  # a million parameters
+FORWARD, BACKWARD = 0.010, 0.020  # seconds of a gradient
+SEED = 7
+now = time.perf_counter
+
+Job = dict[str, Any]
+
+METHODS: dict[str, Job] = {
+    "ddp": {"rounds": 8},
+    "diloco H=4": {"H": 4, "rounds": 7},
+    "diloco H=16": {"H": 16, "rounds": 6},
+    "palsgd H=16 p=0.1": {"H": 16, "p": 0.1, "rounds": 6},
+    "palsgd H=32 p=0.25": {"H": 32, "p": 0.25, "rounds": 5},
+    "palsgd H=16 p=0.1 delay=8": {"H": 16, "p": 0.1, "delay": 8, "rounds": 7},
+    "palsgd H=16 p=0.1 int8": {"H": 16, "p": 0.1, "compress": "int8", "rounds": 6},
+    "palsgd H=16 p=0.1 fragments=4": {"H": 16, "p": 0.1, "fragments": 4, "rounds": 6},
+}
+
+NETWORKS: list[tuple[int, str, float, tuple[str, ...]]] = [
+    (2, "100mbit", 0.0, ("ddp", "diloco H=16", "palsgd H=16 p=0.1")),
+    (2, "50mbit", 20.0, ("ddp", "diloco H=4", "palsgd H=32 p=0.25", "palsgd H=16 p=0.1 delay=8")),
+    (3, "20mbit", 50.0, ("diloco H=16", "palsgd H=16 p=0.1 int8")),
+    (4, "100mbit", 5.0, ("ddp", "diloco H=16", "palsgd H=16 p=0.1 delay=8",
+                         "palsgd H=16 p=0.1 fragments=4")),
+    (4, "50mbit", 0.0, ("ddp", "palsgd H=16 p=0.1", "palsgd H=16 p=0.1 int8")),
+    (4, "20mbit", 20.0, ("diloco H=4", "palsgd H=32 p=0.25")),
+    (6, "50mbit", 10.0, ("ddp", "diloco H=16", "palsgd H=16 p=0.1 delay=8")),
+]  # fmt: skip
+
+
+# -- a worker ------------------------------------------------------------------------------------
+
+
+class Slow(torch.autograd.Function):
+    """A layer that takes its time in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        time.sleep(FORWARD / LAYERS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(BACKWARD / LAYERS)
+        return grad, torch.full_like(ctx.saved_tensors[0], 1e-3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.layers:
+            x = Slow.apply(x, weight)
+        return x.sum()
+
+
+def optimizer(job: Job, alone: bool = False) -> tuple[nn.Module, palsgd.LocalOptimizer]:
+    model: nn.Module = Net()
+    more: dict[str, Any] = {"transport": palsgd.Alone()} if alone else {}
+    if "H" not in job:
+        model = model if alone else nn.parallel.DistributedDataParallel(model)
+        return model, palsgd.DDP(model, torch.optim.SGD(model.parameters(), 0.01), **more)
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    more |= {name: job[name] for name in ("delay", "compress", "fragments") if name in job}
+    return model, palsgd.PALSGD(
+        model, inner, sync_every=job["H"], mix_prob=job.get("p", 0.0), mix_rate=0.1, seed=SEED,
+        **more,
+    )  # fmt: skip
+
+
+def steps_of(job: Job) -> int:
+    return job["rounds"] * job.get("H", 1)
+
+
+def work(names: list[str]) -> None:
+    """Run the methods one after another; worker 0 prints when its exchanges were over."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    for name in names:
+        job = METHODS[name]
+        model, opt = optimizer(job)
+        torch.distributed.barrier()
+        arrivals: list[tuple[int, float]] = []
+        opt.after_exchange(lambda to=arrivals, opt=opt: to.append((opt.clock, now())))
+        x = torch.ones(1, requires_grad=True)
+        began = now()
+        for batch in palsgd.until([x] * 1000, opt, steps=steps_of(job)):
+            model(batch).backward()
+            opt.step()
+            opt.zero_grad()
+        ledger = opt.ledger
+        found[name] = {
+            "arrivals": [(at, then - began) for at, then in arrivals],
+            "gradient_s": ledger.gradient_s / ledger.gradient_steps,
+            "sync_s": ledger.sync_s / max(1, ledger.syncs),
+        }
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+# -- measuring and predicting --------------------------------------------------------------------
+
+
+def measured(workers: int, link: Link, names: tuple[str, ...]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--work", ",".join(names)]
+    paths = f"{Path(palsgd.__file__).parent.parent}:{Path(__file__).parent}"
+    with Network(workers=workers, link=link) as network:
+        done = network.run(command, env={"PYTHONPATH": paths}, timeout=400)
+    return json.loads(done[0].stdout)
+
+
+def between(arrivals: list[tuple[int, float]], first: int, last: int) -> float:
+    """Seconds between two points of the clock."""
+    times = dict(arrivals)
+    return times[last] - times[first]
+
+
+def span_of(arrivals: list[tuple[int, float]]) -> tuple[int, int]:
+    """From the first exchange, which opens connections, to the last but one: at the end of
+    training there is nothing to hide behind."""
+    clocks = sorted({clock for clock, _ in arrivals})
+    return clocks[0], clocks[-2]
+
+
+def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int, float]]:
+    """When exchanges are over, by the model; `alone` is what was measured over loopback."""
+    job = METHODS[name]
+    _, opt = optimizer(job, alone=True)
+    step, sync = _without_link(job, alone)
+    cluster = Cluster(
+        workers=workers, step=step, sync=sync, rate=link.rate or "1000gbit",
+        latency=link.delay_ms / 1e3, all_reduce="gloo", overlap=BACKWARD / (FORWARD + BACKWARD),
+    )  # fmt: skip
+    machine = Clockwork(
+        cluster, Work.of(opt), end=steps_of(job), counts=Planned(opt.method, workers)
+    )
+    machine.run_until(steps_of(job))
+    return list(zip(machine.projection.clocks, machine.projection.times, strict=True))
+
+
+def _without_link(job: Job, alone: Any) -> tuple[float, float]:
+    """Seconds of a step and of a sync. Over loopback DDP's step is all it does."""
+    first, last = span_of(alone["arrivals"])
+    if "H" not in job:
+        return between(alone["arrivals"], first, last) / (last - first), 0.0
+    return alone["gradient_s"], alone["sync_s"]
+
+
+def rows(only: int | None) -> Iterator[dict[str, Any]]:
+    alone: dict[int, Any] = {}
+    for workers, rate, delay, names in NETWORKS:
+        if only not in (None, workers):
+            continue
+        if workers not in alone:
+            every = {n for k, _, _, found in NETWORKS if k == workers for n in found}
+            alone[workers] = measured(workers, Link(), tuple(sorted(every)))
+        link = Link(rate=rate, delay_ms=delay)
+        found = measured(workers, link, names)
+        for name in names:
+            arrivals = found[name]["arrivals"]
+            first, last = span_of(arrivals)
+            rounds = (last - first) / METHODS[name].get("H", 1)
+            real = between(arrivals, first, last) / rounds
+            model = predicted(workers, link, name, alone[workers][name])
+            guess = between(model, first, last) / rounds
+            yield {
+                "workers": workers, "rate": rate, "latency_ms": delay, "method": name,
+                "measured_s": real, "predicted_s": guess, "error": guess / real - 1,
+            }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=int, help="networks with so many workers")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work.split(","))
+        return
+    if reason := unavailable():
+        sys.exit(f"no emulated links here: {reason}")
+    print("| K | rate | latency | method | measured | predicted | error |")
+    print("|---|---|---|---|---|---|---|")
+    found = []
+    for row in rows(options.only):
+        found.append(row)
+        print(
+            f"| {row['workers']} | {row['rate']} | {row['latency_ms']:g} ms | {row['method']} | "
+            f"{row['measured_s']:.3f} s | {row['predicted_s']:.3f} s | {row['error']:+.1%} |",
+            flush=True,
+        )
+    errors = [abs(row["error"]) for row in found]
+    median, worst = statistics.median(errors), max(errors)
+    print(f"\n{len(found)} combinations: median error {median:.1%}, worst {worst:.1%}")
+    if options.out:
+        result = {"machine": machine("cpu"), "rows": found, "median": median, "worst": worst}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
