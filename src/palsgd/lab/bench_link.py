@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palsgd.lab.collection import Options, check_device, check_folder, check_mixing, finish
+from palsgd.lab.collection import Options, check_device, check_mixing, finish
 from palsgd.lab.files import RunFolder, write_json
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.processes import run_on_loopback
@@ -70,7 +70,10 @@ def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Option
     for settings in runs.values():
         check_mixing(settings)
     check_device(options.device)
-    check_folder(out, options)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
+        raise ValueError(
+            f"{out} exists and is not empty; add --force to start over, or choose another --out"
+        )
     first = next(iter(runs.values()))
     load(first.workload, data=options.data, seed=first.seed, download=options.download)
     out.mkdir(parents=True, exist_ok=True)
