@@ -10,6 +10,7 @@ from palsgd.lab import workloads
 from palsgd.lab.building import build_optimizer, low_precision
 from palsgd.lab.settings import Settings
 from palsgd.lab.training import split_batch
+from palsgd.transport import Alone, ambient
 
 STEPS, WARM = 7, 2
 
@@ -29,7 +30,8 @@ def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
     torch.manual_seed(settings.seed)
     model = workload.model().to(place)
     alone = settings.changed({"method": "diloco", "sync_every": 1, "warmup_steps": 0, "delay": 0})
-    opt = build_optimizer(alone.changed({"compress": None, "fragments": 1}), 10**6, model)
+    with ambient(Alone()):
+        opt = build_optimizer(alone.changed({"compress": None, "fragments": 1}), 10**6, model)
     autocast, steps, syncs = low_precision(settings, place), [], []
     for index in range(WARM + STEPS):
         before, began = opt.ledger.sync_s, _now(place)
