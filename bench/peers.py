@@ -84,7 +84,7 @@ class Bench:
 
     def _quality(self, contender: Contender, change: dict | None = None) -> dict:
         order = self._order(contender, self.size.sync_every, change)
-        order |= {"mode": "quality", "steps": self.size.steps}
+        order |= {"mode": "quality", "steps": self._steps(contender)}
         order |= {"evaluate_every": self.size.sync_every}
         ranks = self._run("worker.py", order, LOOPBACK)
         if "error" in ranks:
@@ -111,6 +111,7 @@ class Bench:
         length = every if contender.local else min(every, DDP_ROUND.get(rate, 12))
         rounds = self.args.rounds * max(1, self.size.sync_every // every)
         order |= {
+            "steps": length * (rounds + 1),
             "round_steps": length,
             "rounds": rounds,
             "bare_steps": 4 if self.args.tiny else 24,
@@ -129,10 +130,13 @@ class Bench:
             "peers": str(self.args.peers),
         }
 
+    def _steps(self, contender: Contender) -> int:
+        return self.size.steps if contender.local else self.size.ddp_steps
+
     def _exogym(self, steps: int) -> dict:
         order = {"source": str(self.args.exogym), "peers": str(self.args.peers)}
         order |= {"size": self.size_name, "steps": steps, "sync_every": self.size.sync_every}
-        order |= {"workers": WORKERS, "outer_lr": CONTENDERS["torchft"].settings["outer_lr"]}
+        order |= {"workers": WORKERS, "outer": CONTENDERS["torchft"].settings["outer"]}
         command = [sys.executable, str(HERE / "exogym_diloco.py"), json.dumps(order)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=900)
@@ -248,8 +252,8 @@ def draw_losses(tiny: bool) -> dict[str, list[float]]:
     import palsgd
 
     steps = 64 if tiny else 1280
-    size = dataclasses.replace(SIZES["tiny"], hidden=32, layers=2, batch=2, steps=steps, warmup=64)
-    task = Task(size)
+    size = dataclasses.replace(SIZES["tiny"], layers=2, batch=2, warmup=32)
+    task = Task(size, steps)
 
     def method(draws: str, seed: int, model):
         from torch.optim.lr_scheduler import LambdaLR
@@ -260,7 +264,7 @@ def draw_losses(tiny: bool) -> dict[str, list[float]]:
             sync_every=64,
             mix_prob=0.1,
             mix_rate=1.0,
-            outer=palsgd.nesterov(0.7, 0.9),
+            outer=palsgd.nesterov(0.7, 0.5),
             draws=draws,
             seed=seed,
             max_norm=1.0,
@@ -268,7 +272,7 @@ def draw_losses(tiny: bool) -> dict[str, list[float]]:
         )
 
     def stories(seed: int, worker: int):
-        at = Task(size)
+        at = Task(size, steps)
         at.seed = seed
         for index in range(steps):
             yield at.batch(worker=worker, workers=8, size=size.batch, index=index)

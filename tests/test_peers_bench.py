@@ -1,4 +1,4 @@
-"""bench/peers.py: contenders that should agree do, and its figures follow from what was measured."""
+"""bench/peers.py: contenders that should agree do, and its figures follow from its measurements."""
 
 import itertools
 import os

@@ -73,8 +73,8 @@ def neighbour():
 
 def main() -> None:
     order, beside = json.loads(sys.argv[1]), neighbour()
-    task = Task(SIZES[order["size"]])
-    steps, every = order["steps"], order["sync_every"]
+    steps, every, (outer_lr, momentum) = order["steps"], order["sync_every"], order["outer"]
+    task = Task(SIZES[order["size"]], steps)
     with tempfile.TemporaryDirectory() as folder:
         beside.patched_copy(Path(order["source"]), Path(folder, "exogym"))
         sys.path[:0] = [folder]
@@ -85,7 +85,7 @@ def main() -> None:
         stamps = Path(folder, "stamps")
         strategy = DiLoCoStrategy(
             OptimSpec(torch.optim.AdamW, lr=task.size.lr, fused=True),
-            OptimSpec(torch.optim.SGD, lr=order["outer_lr"], nesterov=True, momentum=0.9),
+            OptimSpec(torch.optim.SGD, lr=outer_lr, nesterov=True, momentum=momentum),
             H=every,
             max_norm=MAX_NORM,
             lr_scheduler=LambdaLR,
@@ -104,7 +104,7 @@ def main() -> None:
         began = [float(line) for line in stamps.read_text().split()]
     loss = task.score(task.totals(trained.net))[0]
     rounds = [late - early for early, late in pairwise(began[1:])]
-    print(json.dumps({"final_loss": loss, "round_s": rounds}))
+    print(json.dumps({"steps": steps, "final_loss": loss, "round_s": rounds}))
 
 
 if __name__ == "__main__":

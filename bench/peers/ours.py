@@ -13,10 +13,10 @@ import palsgd
 
 
 class Ours(Trainee):
-    def __init__(self, *args: Any, method: str, outer_lr: float | None = None, **settings: Any):
+    def __init__(self, *args: Any, method: str, outer: list[float] | None = None, **settings: Any):
         self.method, self.settings = getattr(palsgd, method), settings
-        if outer_lr is not None:
-            self.settings["outer"] = palsgd.nesterov(outer_lr, 0.9)
+        if outer is not None:
+            self.settings["outer"] = palsgd.nesterov(*outer)
         if method == "PALSGD":
             self.settings["seed"] = SEED
         super().__init__(*args)
@@ -28,7 +28,7 @@ class Ours(Trainee):
             scheduler=lambda opt: LambdaLR(opt, self.task.lr_factor),
             **self.settings,
         )
-        self.opt.run_until(self.steps)
+        self.opt.run_until(self.task.steps)
 
     def step_all(self) -> None:
         self.opt.step()

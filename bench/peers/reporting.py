@@ -175,7 +175,7 @@ def steps_to_target(quality: dict, name: str) -> int | None:
         return None
     target = WITHIN * ddp["final_loss"]
     if "curve" not in each:  # evaluated at the end only
-        return ddp["curve"][-1][0] if each["final_loss"] <= target else None
+        return each["steps"] if each["final_loss"] <= target else None
     return next((clock for clock, loss in each["curve"] if loss <= target), None)
 
 

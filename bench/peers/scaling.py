@@ -16,7 +16,7 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    net = Task(SIZES[order["size"]]).model()
+    net = Task(SIZES[order["size"]], 0).model()
     opt = palsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=1e-3), sync_every=1)
     for p in net.parameters():
         p.grad = torch.zeros_like(p)

@@ -25,7 +25,8 @@ class Size:
     heads: int
     layers: int
     batch: int  # stories per worker and gradient step
-    steps: int
+    steps: int  # of the contenders that meet every `sync_every` steps
+    ddp_steps: int  # of those that meet at every step, and need fewer for the same loss
     warmup: int  # steps over which the learning rate rises; no DDP phase for anyone
     sync_every: int
     lr: float
@@ -33,18 +34,22 @@ class Size:
 
 SIZES = {
     "full": Size(
-        hidden=128, heads=4, layers=5, batch=1, steps=1024, warmup=64, sync_every=64, lr=3e-3
+        hidden=128, heads=4, layers=5, batch=1, steps=1024, ddp_steps=640, warmup=64,
+        sync_every=64, lr=3e-3,
     ),
-    "tiny": Size(hidden=32, heads=2, layers=1, batch=1, steps=32, warmup=4, sync_every=8, lr=3e-3),
-}
+    "tiny": Size(
+        hidden=32, heads=2, layers=1, batch=1, steps=32, ddp_steps=24, warmup=4,
+        sync_every=8, lr=3e-3,
+    ),
+}  # fmt: skip
 
 
 class Task(Stories):
     """Equal first weights, and equal batches for equal worker and step, whoever trains."""
 
-    def __init__(self, size: Size):
+    def __init__(self, size: Size, steps: int):
         super().__init__(seed=SEED)
-        self.size = size
+        self.size, self.steps = size, steps
 
     def model(self) -> nn.Module:
         torch.manual_seed(SEED)
@@ -67,7 +72,7 @@ class Task(Stories):
 
     def lr_factor(self, clock: int) -> float:
         """A linear rise, then half a cosine down to zero, for all contenders alike."""
-        rise, steps = self.size.warmup, self.size.steps
+        rise, steps = self.size.warmup, self.steps
         if clock < rise:
             return (clock + 1) / rise
         return 0.5 * (1 + math.cos(math.pi * min(1.0, (clock - rise) / (steps - rise))))

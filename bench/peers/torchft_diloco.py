@@ -24,12 +24,12 @@ class TorchftDiLoCo(Trainee):
         self,
         *args: Any,
         sync_every: int,
-        outer_lr: float,
+        outer: list[float],
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.0,
     ):
-        self.sync_every, self.outer_lr = sync_every, outer_lr
+        self.sync_every, (self.outer_lr, self.momentum) = sync_every, outer
         self.fragments, self.delay, self.alpha = fragments, delay, alpha
         super().__init__(*args)
 
@@ -68,7 +68,9 @@ class TorchftDiLoCo(Trainee):
             parts,
             self.inner,
             [
-                torch.optim.SGD(part.parameters(), lr=self.outer_lr, momentum=0.9, nesterov=True)
+                torch.optim.SGD(
+                    part.parameters(), lr=self.outer_lr, momentum=self.momentum, nesterov=True
+                )
                 for part in parts
             ],
             sync_every=self.sync_every,

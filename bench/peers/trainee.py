@@ -13,8 +13,8 @@ class Trainee:
     """One way to train `net`. As it stands: AdamW alone, nothing sent, which is the compute time
     that all others are measured against."""
 
-    def __init__(self, task: Task, steps: int):
-        self.task, self.steps = task, steps
+    def __init__(self, task: Task):
+        self.task = task
         self.net = task.model()
         self.model = self.net  # what the forward pass goes through: the net, or a wrapper of it
         self.inner = torch.optim.AdamW(self.net.parameters(), lr=task.size.lr, fused=True)

@@ -19,20 +19,20 @@ from task import SIZES, Task
 from trainee import Trainee
 
 
-def build(order: dict, task: Task, steps: int) -> Trainee:
+def build(order: dict, task: Task) -> Trainee:
     module, name = order["class"].split(".")
-    return getattr(importlib.import_module(module), name)(task, steps, **order["settings"])
+    return getattr(importlib.import_module(module), name)(task, **order["settings"])
 
 
 def quality(order: dict, task: Task) -> dict:
     """Loss of the global model, every so many steps of the second half; peak memory."""
     worker, every = dist.get_rank(), order["evaluate_every"]
     before = peak_bytes()
-    trainee = build(order, task, order["steps"])
+    trainee = build(order, task)
     curve, start, evaluating = [], time.perf_counter(), 0.0
-    while trainee.clock < order["steps"]:
+    while trainee.clock < task.steps:
         trainee.step(worker)
-        if trainee.clock % every == 0 and 2 * trainee.clock >= order["steps"]:
+        if trainee.clock % every == 0 and 2 * trainee.clock >= task.steps:
             memory, paused = peak_bytes(), time.perf_counter()
             curve.append((trainee.clock, held_out_loss(trainee, task)))
             evaluating += time.perf_counter() - paused
@@ -65,8 +65,7 @@ def pace(order: dict, task: Task) -> dict:
     the cores as the rounds do and a slow minute slows both.
     """
     worker, length, rounds = dist.get_rank(), order["round_steps"], order["rounds"]
-    alone = Trainee(task, task.size.steps)
-    trainee = build(order, task, length * (rounds + 1))
+    alone, trainee = Trainee(task), build(order, task)
     bare = time_steps(alone, worker, order["bare_steps"])
     seconds, gradients = [], []
     for number in range(rounds + 1):
@@ -122,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     gc.disable()  # a collection in one worker would be waited for by all
-    task = Task(SIZES[order["size"]])
+    task = Task(SIZES[order["size"]], order["steps"])
     found = {"quality": quality, "pace": pace}[order["mode"]](order, task)
     Path(order["out"], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
