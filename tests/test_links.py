@@ -448,6 +448,13 @@ def test_bad_input_gets_one_line_and_exit_code_2(words, line, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_folder_in_use_is_not_overwritten_unasked(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    said = palsgd("bench", "link", *TINY, "--out", tmp_path)
+    assert said.code == 2
+    assert "exists and is not empty; add --force to start over" in said.line
+
+
 def test_help_has_an_example():
     said = palsgd("bench", "link", "--help")
     assert said.code == 0
