@@ -46,6 +46,15 @@ Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="All workers in this process, on one device.")
 ]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Tell a simulation's time as on this cluster: rate, latency and other fields, e.g. "
+        "100mbit,20ms,step=50ms, or a YAML file with them.",
+        show_default=False,
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME-TIME")
 ]
@@ -90,6 +99,7 @@ def train(
     method: Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}.")] = None,
     workers: Workers = None,
     simulate: Simulate = False,
+    cluster: OnCluster = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
@@ -110,7 +120,7 @@ def train(
     """
     settings = settings_from(
         recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
-        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed, cluster=_cluster(cluster),
     )  # fmt: skip
     _run({settings.method: settings}, out or _new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
@@ -124,6 +134,7 @@ def compare(
     methods: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(METHODS),
     workers: Workers = None,
     simulate: Simulate = False,
+    cluster: OnCluster = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
@@ -144,7 +155,7 @@ def compare(
     """
     settings = settings_from(
         recipe, changes, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
-        mix_rate=mix_rate, seed=seed,
+        mix_rate=mix_rate, seed=seed, cluster=_cluster(cluster),
     )  # fmt: skip
     _compare(settings, _names(methods), out, recipe, report=report, simulate=simulate, data=data,
              download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
@@ -482,6 +493,20 @@ def link(
 
 
 # -- what they share ---------------------------------------------------------------------------
+
+
+def _cluster(spec: str | None) -> str | None:
+    """The fields of a file in one line, so that a run's config says all."""
+    if spec is None or not spec.endswith((".yaml", ".yml")):
+        return spec
+    import yaml
+
+    if not Path(spec).is_file():
+        raise ValueError(f"there is no file {spec}; give one, or fields: 100mbit,20ms,step=50ms")
+    fields = yaml.safe_load(Path(spec).read_text())
+    if not isinstance(fields, dict):
+        raise ValueError(f"{spec} has no fields; write lines such as rate: 100mbit")
+    return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _names(methods: str) -> tuple[str, ...]:

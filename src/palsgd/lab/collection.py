@@ -84,6 +84,12 @@ def run_all(
         for name, settings in runs.items()
         if not _is_done(RunFolder(out / name), name, settings, options)
     }
+    told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
+    if told and not options.simulate:
+        raise ValueError(
+            f"cluster={told[0]} is for simulated workers, real ones have a time of their own; add "
+            "--simulate, or leave it out"
+        )
     if options.simulate:
         _simulate(waiting, out, options)
     else:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from palsgd.cluster import Cluster
 from palsgd.compression import find_codec
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
@@ -48,6 +49,7 @@ class Settings:
     seed: int = 2023
     evaluate_every: int | None = None  # steps; None: twenty times in a run
     checkpoint_every: int | None = None  # rounds; None: whenever the model is evaluated
+    cluster: str | None = None  # whose time a simulation tells, e.g. 100mbit,20ms,step=50ms
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -62,6 +64,8 @@ class Settings:
             if value is not None and not (math.isfinite(value) and allows(value)):
                 raise ValueError(f"{name}={value} must be {words}")
         find_codec(self.compress)
+        if self.cluster is not None:
+            Cluster.parse(self.cluster, workers=self.workers)
         if self.epochs is not None and not self.epochs > 0:
             raise ValueError(f"epochs={self.epochs} must be more than 0")
         if self.batch_size % self.micro_batches:

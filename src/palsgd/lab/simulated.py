@@ -106,7 +106,7 @@ class Simulated:
             line = {
                 "step": entry["clock"],
                 "gradient_steps": entry["gradient_steps"],
-                "time_s": entry["seconds"],
+                "time_s": entry.get("time_s", entry["seconds"]),
                 "bytes_sent": entry["bytes_sent"],
                 "syncs": entry["syncs"],
                 "train_loss": sum(losses) / len(losses),
@@ -114,6 +114,8 @@ class Simulated:
                 "distance": entry["distance"],
                 "agreement": agreement(norm, entry["distance"]),
             }
+            if "time_s" in entry:
+                line["simulation_s"] = entry["seconds"]
             if "metric" in entry:
                 line |= dict(zip(("loss", "metric"), entry["metric"], strict=True))
             found.append(line)
@@ -166,6 +168,9 @@ def simulate_runs(runs: list[Simulated], *, quiet: bool, vectorize: bool | str =
             evaluate_every=is_due,
             vectorize=vectorize,
             progress=False,
+            cluster=None
+            if settings.cluster is None
+            else palsgd.Cluster.parse(settings.cluster, workers=settings.workers),
         )  # fmt: skip
     for run, result in zip(runs, results, strict=True):
         run.write(result)

@@ -120,7 +120,13 @@ class Section:
                 notes.append(
                     f"{run.name}: unfinished ({at}); its curves are shown, no final values."
                 )
-        if any(run.config.get("simulated") for run in self.runs):
+        clusters = dict.fromkeys(run.config.get("cluster") for run in self.runs)
+        for cluster in filter(None, clusters):
+            notes.append(
+                f"Simulated, and time is that of a model of the cluster {cluster}: a projection, "
+                "no measurement. Steps, gradients and bytes are what real workers would count."
+            )
+        if any(run.config.get("simulated") and not run.config.get("cluster") for run in self.runs):
             notes.append(
                 "Simulated: one process did the work of all workers, so time is its own and not "
                 "that of a cluster. Steps, gradients and bytes are what real workers would count."

@@ -26,7 +26,9 @@ def terminal_table(folders: list[Path]) -> Table:
     runs = find_runs(folders)
     workloads = dict.fromkeys(run.workload for run in runs)
     caption = "to target: time until DDP's final metric; sent: by each worker"
-    if any(run.config.get("simulated") for run in runs):
+    if any(run.config.get("cluster") for run in runs):
+        caption += "; time: projected on the cluster"
+    elif any(run.config.get("simulated") for run in runs):
         caption += "; time: of the simulation"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     table.add_column("/".join(workloads) if len(workloads) == 1 else "", min_width=8)
