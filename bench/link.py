@@ -1,0 +1,92 @@
+"""Every method over emulated links: the tables of `palsgd bench link` in bench/README.md.
+
+    sudo python bench/link.py --out bench/results/link-epyc2.json
+    sudo python bench/link.py --only 100mbit none
+
+Each case is one command, which is printed before it runs; each has the four methods in one run, so
+that ratios are of times taken within minutes. Linux and root.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+COMMON = "stories-1m batch_size=4 --workers 4 --steps 32 --sync-every 16"
+CASES = {
+    "10mbit": "--rate 10mbit",
+    "100mbit": "--rate 100mbit",
+    "1gbit": "--rate 1gbit",
+    "none": "--rate none",
+    "latency": "--rate 100mbit --latency 50",
+    "slow": "--rate 100mbit --slow-worker 10mbit",
+    "lossy": "--rate 100mbit --lossy 0.01",
+}
+COLUMNS = ("links", "method", "ms a step", "by the model", "exchanging", "ms an exchange",
+           "MB, ledger", "MB, kernel", "kernel / ring", "faster than DDP")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    results = {name: measured(CASES[name]) for name in chosen.only}
+    print(markdown([COLUMNS, *(row for found in results.values() for row in rows(found))]))
+    for found in results.values():
+        print(ring(found))
+    if chosen.out is not None:
+        chosen.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def measured(options: str) -> dict[str, Any]:
+    words = f"bench link {COMMON} {options}"
+    print(f"palsgd {words}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "palsgd", *words.split(), "--quiet", "--out", folder]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads((Path(folder) / "link.json").read_text())
+    if found["projected"]:
+        sys.exit(f"nothing was measured: {found['projected']}")
+    return {"command": f"palsgd {words}", "load": os.getloadavg()[0]} | found
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            found["links_in_words"],
+            name,
+            f"{1e3 * run['step_s']:.0f}",
+            f"{1e3 * run['projected_step_s']:.0f}",
+            f"{100 * run['communicating']:.0f}%",
+            f"{1e3 * run['exchange_s']:.0f}",
+            f"{run['bytes_sent'] / 1e6:.1f}",
+            f"{run['kernel_bytes'] / 1e6:.1f}",
+            f"{run['kernel_over_ring']:.3f}",
+            f"{run['speedup_over_ddp']:.2f} x",
+        )
+        for name, run in found["methods"].items()
+    ]
+
+
+def ring(found: dict[str, Any]) -> str:
+    bare = found["ring"]
+    return (
+        f"{found['links_in_words']}: bare ring all-reduce of {bare['bytes'] / 1e6:.2f} MB "
+        f"{1e3 * bare['seconds']:.0f} ms, {1e3 * bare['theory_s']:.0f} in theory; gradient step "
+        f"{1e3 * found['compute_s']:.0f} ms; load {found['load']:.1f}; {found['machine']}, "
+        f"TCP {found['congestion_control']}"
+    )
+
+
+def markdown(lines: list[tuple[str, ...]]) -> str:
+    head, *rest = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *rest])
+
+
+if __name__ == "__main__":
+    main()
