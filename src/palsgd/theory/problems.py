@@ -208,10 +208,10 @@ def spectrum(kind: str, dim: int, mu: float, smoothness: float) -> Tensor:
     found = {
         "geometric": mu * (smoothness / mu) ** along,
         "linear": mu + (smoothness - mu) * along,
-        "ends": torch.where(along < 0.5, mu, smoothness).double(),
+        "ends": mu + (smoothness - mu) * (along >= 0.5).double(),
     }[kind]
-    found[0], found[-1] = mu, smoothness  # without the rounding of powers
-    return found
+    found[0], found[-1] = mu, smoothness  # without rounding
+    return found.clamp(mu, smoothness)
 
 
 def minimize_logistic(rows: Tensor, mu: float) -> Tensor:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from palsgd.theory.bound import explicit_bound
+from palsgd.theory.bound import Bound, explicit_bound
 from palsgd.theory.fits import Fit, Measured, quantile, straight_line
 from palsgd.theory.problems import Bent, Noiseless, Problem, Quadratic
 from palsgd.theory.running import WeightedMean
@@ -42,19 +42,24 @@ def convergence(lab: Lab) -> Study:
         Line("mean of F at the workers' mean", x, mean.of_mean),
         Line("bound", x, _exactly([bound.total for bound in bounds])),
     ]
-    last, bound = excess[-1], bounds[-1]
-    study.notes.append(
-        f"At T = {at[-1]:,}: measured {last.mean:.3g} ± {last.half:.1g}, bound {bound.total:.3g} "
-        f"(transient {bound.transient:.2g}, drift {bound.drift:.2g}, noise {bound.noise:.2g}), "
-        f"{times(bound.total, last.mean)} times as much"
-        + (": it does not hold here." if last.mean - last.half > bound.total else ".")
-    )
+    study.notes.append(_beside(at[-1], excess[-1], bounds[-1]))
     if theorem_log(lab.problem, lab.setting.workers, lab.setting.steps, lab.distance) <= 0:
         study.notes.append(
             "So few steps, or so much noise, that ln(mu^2 d0 T^2 K / sigma^2) is not positive and "
             "the theorem names no step size; p/(48 L H) stands in unless one was given."
         )
     return study
+
+
+def _beside(steps: int, found: Measured, bound: Bound) -> str:
+    if not math.isfinite(found.mean):
+        return f"At T = {steps:,} the runs have diverged: alpha is too large for this problem."
+    holds = "." if found.mean - found.half <= bound.total else ": it does not hold here."
+    return (
+        f"At T = {steps:,}: measured {found.mean:.3g} ± {found.half:.1g}, bound {bound.total:.3g} "
+        f"(transient {bound.transient:.2g}, drift {bound.drift:.2g}, noise {bound.noise:.2g}), "
+        f"{times(bound.total, found.mean)} times as much{holds}"
+    )
 
 
 class _Averages:
