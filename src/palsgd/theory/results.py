@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import palsgd
-from palsgd.theory import terms, variations
+from palsgd.theory import drift, terms, variations
 from palsgd.theory.lemmas import Check, all_checks
 from palsgd.theory.studies import Lab, Line, Study
 
@@ -16,9 +16,9 @@ STUDIES: tuple[Callable[[Lab], Study], ...] = (
     terms.convergence,
     terms.speed_up,
     terms.by_steps,
-    terms.drift_by_interval,
-    terms.drift_by_steps,
-    terms.floor_by_workers,
+    drift.drift_by_interval,
+    drift.drift_by_steps,
+    drift.floor_by_workers,
     terms.transient,
     variations.by_draws,
     variations.by_mix_prob,

@@ -107,6 +107,14 @@ def skipped(study: Study, steps: float) -> bool:
     return True
 
 
+def say_outside(study: Study, settings: Sequence[Setting], problem: Problem) -> None:
+    """Which points of a study the theorem does not cover."""
+    x = study.lines[0].x
+    found = [f"{at:g}" for at, s in zip(x, settings, strict=True) if s.outside(problem)]
+    if found:
+        study.notes.append(f"Outside the theorem: {', '.join(found)}.")
+
+
 def noiseless(study: Study, lab: Lab) -> bool:
     """Whether a study of noise has none; then it says so."""
     if lab.problem.sigma > 0:

@@ -1,12 +1,12 @@
-"""One study for each term of the bound, in a regime where that term dominates."""
+"""The bound itself; and its noise and its transient, each where it dominates."""
 
 import math
 
 import torch
 
 from palsgd.theory.bound import Bound, explicit_bound
-from palsgd.theory.fits import Fit, Measured, quantile, straight_line
-from palsgd.theory.problems import Bent, Noiseless, Problem, Quadratic
+from palsgd.theory.fits import Fit, Measured, straight_line
+from palsgd.theory.problems import Noiseless, Problem
 from palsgd.theory.running import WeightedMean
 from palsgd.theory.setting import Setting, largest_lr, theorem_log, theorem_setting
 from palsgd.theory.studies import (
@@ -166,128 +166,6 @@ def _line(lab: Lab, label: str, x: list[float], settings: list[Setting]) -> Line
         [lab.excess(problem, s, distance=distance, runs=lab.few_runs) for s in settings],
         [explicit_bound(problem, s, distance).total for s in settings],
     )  # fmt: skip
-
-
-# -- kappa H^2 sigma^2 / (mu T^2) --------------------------------------------------------------
-
-# Of the quadratic's kin with a bend at the optimum. With L/mu = 5 its drift is large and runs are
-# short. alpha = p/(6 L H) is what Lemmas 3 and 4 ask for; below p/(48 L H), the theorem's own, it
-# takes more than a thousand workers before noise no longer hides the drift.
-_BENT_CONDITION = 5.0
-_BENT_WORKERS = 2048
-_FORGOTTEN = 2.0  # mu alpha T: the same share of the way to the level where drift settles
-
-
-def drift_by_interval(lab: Lab) -> Study:
-    study = Study("interval", "Drift by sync interval", "sync interval H", show_bound=False)
-    problem, intervals = _bent(lab), (4, 8, 16)
-    lr = lab.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
-    steps = math.ceil(_FORGOTTEN / (problem.mu * lr))
-    if skipped(study, steps * len(intervals)):
-        return study
-    settings = [_bent_setting(lab, lr, every, rounds_up(steps, every)) for every in intervals]
-    study.lines = _drift_lines(lab, problem, [float(every) for every in intervals], settings)
-    study.exponents.append(
-        Exponent(
-            "drift by H (H^2)",
-            2.0,
-            study.lines[1].fit(),
-            study.lines[1].bound_slope(),
-            f"bent problem, K = {_BENT_WORKERS}, alpha = {lr:.3g}. Lemma 3 bounds the square of a "
-            "sum of up to H steps by H times the sum of squares; with independent noise it grows "
-            "as the sum of squares, so H is lost there",
-        )
-    )
-    return study
-
-
-def drift_by_steps(lab: Lab) -> Study:
-    every = 4
-    xlabel = f"steps T = {_FORGOTTEN:g}/(mu alpha)"
-    study = Study("drift", "Drift by number of steps", xlabel, show_bound=False)
-    problem = _bent(lab)
-    most = lab.setting.mix_prob / (6 * problem.smoothness * every)
-    rates = [most / factor for factor in (1, 2, 4, 8)]
-    lengths = [rounds_up(_FORGOTTEN / (problem.mu * lr), every) for lr in rates]
-    if skipped(study, sum(lengths)):
-        return study
-    settings = [
-        _bent_setting(lab, lr, every, steps) for lr, steps in zip(rates, lengths, strict=True)
-    ]
-    study.lines = _drift_lines(lab, problem, [float(steps) for steps in lengths], settings)
-    study.exponents.append(
-        Exponent(
-            "drift by T (1/T^2)",
-            -2.0,
-            study.lines[1].fit(),
-            study.lines[1].bound_slope(),
-            f"bent problem, K = {_BENT_WORKERS}, H = {every}, alpha from p/(6 L H) down to "
-            "p/(48 L H)",
-        )
-    )
-    return study
-
-
-def floor_by_workers(lab: Lab) -> Study:
-    """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
-    study = Study("floor", "Where more workers stop helping", "workers K")
-    bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 2048)
-    lr = lab.setting.mix_prob / (6 * bent.smoothness * every)
-    steps = rounds_up(_FORGOTTEN / (bent.mu * lr), every)
-    if skipped(study, steps * 2 * len(numbers)):
-        return study
-    ends = torch.tensor([bent.mu, bent.smoothness])
-    for problem in (Quadratic.of(ends, bent.sigma, lab.device), bent):
-        settings = [with_(_bent_setting(lab, lr, every, steps), workers=k) for k in numbers]
-        measured = [
-            lab.excess(problem, s, distance=0.0, runs=_bent_runs(lab) * numbers[-1] // s.workers)
-            for s in settings
-        ]
-        study.lines.append(Line(problem.name, [float(k) for k in numbers], measured))
-    quadratic, flat = (line.fit() for line in study.lines)
-    study.notes.append(
-        f"From K = {numbers[0]} to {numbers[-1]} the quadratic's error falls as "
-        f"K^{quadratic.slope:.2f}, that of the bent problem as K^{flat.slope:.2f}: the mean of a "
-        "linear gradient over scattered workers is the gradient at their mean, so identical data "
-        "on a quadratic have no drift at all."
-    )
-    return study
-
-
-def _bent_runs(lab: Lab) -> int:
-    """So many workers are a mean over many already."""
-    return max(4, lab.runs // 64)
-
-
-def _bent(lab: Lab) -> Bent:
-    smoothness = lab.problem.smoothness
-    sigma = lab.problem.sigma or 1.0
-    return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, lab.device)
-
-
-def _bent_setting(lab: Lab, lr: float, every: int, steps: int) -> Setting:
-    p = lab.setting.mix_prob
-    return Setting(
-        workers=_BENT_WORKERS, steps=steps, sync_every=every, mix_prob=p, lr=lr,
-        mix_rate=p / (2 * every * lr), draws=lab.setting.draws,
-    )  # fmt: skip
-
-
-def _drift_lines(lab: Lab, problem: Bent, x: list[float], settings: list[Setting]) -> list[Line]:
-    """From x*, so that all error is noise or drift: the error, and F at the mean of xhat over
-    runs, from which most of the noise is gone."""
-    errors, drifts, runs = [], [], _bent_runs(lab)
-    for setting in settings:
-        xhat = lab.outcome(problem, setting, distance=0.0, runs=runs).average
-        errors.append(Measured.of(problem.excess(xhat)))
-        mean, spread = xhat.mean(0), xhat.std(0) / math.sqrt(runs)
-        half = quantile(runs - 1) * (problem.gradient(mean) * spread).norm().item()
-        drifts.append(Measured(problem.excess(mean).item(), half))
-    bounds = [explicit_bound(problem, setting, 0.0) for setting in settings]
-    return [
-        Line("F at xhat", x, errors, [bound.total for bound in bounds]),
-        Line("F at the mean of xhat", x, drifts, [bound.drift for bound in bounds]),
-    ]
 
 
 # -- exp(-pT / (kappa H)) ----------------------------------------------------------------------

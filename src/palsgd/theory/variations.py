@@ -7,7 +7,7 @@ from palsgd.draws import DRAWS
 from palsgd.theory.fits import Measured
 from palsgd.theory.problems import Noiseless
 from palsgd.theory.setting import Setting
-from palsgd.theory.studies import Lab, Line, Study, rounds_up, skipped, with_
+from palsgd.theory.studies import Lab, Line, Study, rounds_up, say_outside, skipped, with_
 
 _SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 _TIMES_ETA = (0.0, 0.25, 1.0, 4.0)
@@ -78,9 +78,7 @@ def _fill(study: Study, lab: Lab, x: list[float], settings: list[Setting]) -> No
     for regime in REGIMES:
         measured = [regime.excess(lab, setting) for setting in settings]
         study.lines.append(Line(regime.label, x, measured))
-    outside = [f"{at:g}" for at, s in zip(x, settings, strict=True) if s.outside(lab.problem)]
-    if outside:
-        study.notes.append(f"Outside the theorem: {', '.join(outside)}.")
+    say_outside(study, settings, lab.problem)
 
 
 def _length(lab: Lab) -> int:
