@@ -11,6 +11,7 @@ time, and what a sync takes over loopback; the rest is nominal rate, latency and
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -144,17 +145,13 @@ def measured(workers: int, link: Link, names: tuple[str, ...]) -> dict[str, Any]
     return json.loads(done[0].stdout)
 
 
-def between(arrivals: list[tuple[int, float]], first: int, last: int) -> float:
-    """Seconds between two points of the clock."""
-    times = dict(arrivals)
-    return times[last] - times[first]
-
-
-def span_of(arrivals: list[tuple[int, float]]) -> tuple[int, int]:
-    """From the first exchange, which opens connections, to the last but one: at the end of
-    training there is nothing to hide behind."""
-    clocks = sorted({clock for clock, _ in arrivals})
-    return clocks[0], clocks[-2]
+def round_s(job: Job, arrivals: list[tuple[int, float]]) -> float:
+    """The median time of a round, or of a step of DDP. From the first exchange, which opens
+    connections, to the last but one: at the end of training there is nothing to hide behind."""
+    H, times = job.get("H", 1), dict(arrivals)
+    first = min(times)
+    marks = [times[clock] for clock in sorted(times)[:-1] if (clock - first) % H == 0]
+    return statistics.median(after - before for before, after in itertools.pairwise(marks))
 
 
 def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int, float]]:
@@ -175,9 +172,8 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
 
 def _without_link(job: Job, alone: Any) -> tuple[float, float]:
     """Seconds of a step and of a sync. Over loopback DDP's step is all it does."""
-    first, last = span_of(alone["arrivals"])
     if "H" not in job:
-        return between(alone["arrivals"], first, last) / (last - first), 0.0
+        return round_s(job, alone["arrivals"]), 0.0
     return alone["gradient_s"], alone["sync_s"]
 
 
@@ -192,12 +188,9 @@ def rows(only: int | None) -> Iterator[dict[str, Any]]:
         link = Link(rate=rate, delay_ms=delay)
         found = measured(workers, link, names)
         for name in names:
-            arrivals = found[name]["arrivals"]
-            first, last = span_of(arrivals)
-            rounds = (last - first) / METHODS[name].get("H", 1)
-            real = between(arrivals, first, last) / rounds
-            model = predicted(workers, link, name, alone[workers][name])
-            guess = between(model, first, last) / rounds
+            job = METHODS[name]
+            real = round_s(job, found[name]["arrivals"])
+            guess = round_s(job, predicted(workers, link, name, alone[workers][name]))
             yield {
                 "workers": workers, "rate": rate, "latency_ms": delay, "method": name,
                 "measured_s": real, "predicted_s": guess, "error": guess / real - 1,

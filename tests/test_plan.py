@@ -5,10 +5,11 @@ import re
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import palsgd as library
-from commands import palsgd
+from commands import lines, palsgd, summary
 from palsgd.cluster import Cluster, Work
 from palsgd.lab.plan.choices import (
     SHARE,
@@ -286,3 +287,56 @@ def test_help_has_an_example_that_works(tmp_path):
     help_text = palsgd("plan", "--help").out
     (example,) = re.findall(r"Example: palsgd (.*)", help_text)
     assert palsgd(*example.split(), "--out", tmp_path / "p").code == 0
+
+
+# -- a simulation's time on a cluster ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_cluster(tmp_path_factory):
+    """DDP and DiLoCo on a cluster that a file describes."""
+    folder = tmp_path_factory.mktemp("on-cluster")
+    (folder / "slow.yaml").write_text("rate: 10mbit\nlatency: 20ms\nstep: 5ms\noverlap: 0\n")
+    said = palsgd(
+        "compare", "stories", "batch_size=2", "warmup_steps=0", "evaluate_every=32", "--methods", "ddp,diloco",
+        "--simulate", "--steps", 32, "--sync-every", 16, "--cluster", folder / "slow.yaml",
+        "--out", folder / "runs", "--quiet", "--device", "cpu",
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    return said, folder / "runs"
+
+
+def test_a_comparison_tells_its_time_as_on_the_cluster(on_cluster):
+    said, folder = on_cluster
+    assert "projected on the cluster" in " ".join(said.out.split())
+    config = yaml.safe_load((folder / "ddp" / "config.yaml").read_text())
+    assert config["cluster"] == "rate=10mbit,latency=20ms,step=5ms,overlap=0"
+    place = Cluster(workers=4, rate="10mbit", latency="20ms", step="5ms", overlap=0)
+    size = config["parameters"]
+    found = {name: summary(folder)[name]["wall_s"] for name in ("ddp", "diloco")}
+    assert found["ddp"] == pytest.approx(place.project(Work.ddp(size), steps=32).time_s)
+    diloco = place.project(Work(parameters=size, sync_every=16), steps=32)
+    assert found["diloco"] == pytest.approx(diloco.time_s)
+    last = lines(folder / "diloco")[-1]
+    assert last["time_s"] == found["diloco"] != last["simulation_s"] > 0
+
+
+def test_the_report_says_that_time_is_a_projection(on_cluster):
+    page = (on_cluster[1] / "report.html").read_text()
+    assert "time is that of a model of the cluster rate=10mbit" in page
+    assert "so time is its own" not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cluster", "10mbit,5ms,step=1ms"), "is for simulated workers"),
+        (("--simulate", "--cluster", "10mbit,5ms"), "the cluster has no step"),
+        (("--simulate", "--cluster", "-1mbit,5ms,step=1ms"), "rate='-1mbit' must be more than 0"),
+        (("--simulate", "--cluster", "no.yaml"), "there is no file no.yaml"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(words, said, tmp_path):
+    found = palsgd("compare", "stories", *words, "--out", tmp_path / "p")
+    assert found.code == 2
+    assert said in found.line
