@@ -94,4 +94,6 @@ def _short(value: float) -> str:
 
 
 def _power(value: float) -> str:
-    return plain(value) if value >= 0.01 else f"{value:.0e}".replace("e-0", "e-")
+    if 0.01 <= value < 1e5:
+        return plain(value)
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+", "e")

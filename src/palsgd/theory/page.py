@@ -5,6 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 from palsgd.lab.files import write_json
+from palsgd.theory.lemmas import FAILS
 from palsgd.theory.results import Results
 from palsgd.theory.tables import tables
 
@@ -26,10 +27,21 @@ _PAGE = """<!doctype html>
   --line-{{ loop.index0 }}: light-dark({{ look.light }}, {{ look.dark }});
 {% endfor %}
 }
-.wide td { white-space: normal; }
+.wide table { width: 100%; }
+.wide td:nth-child(3) { white-space: normal; }
 </style>
 </head>
 <body>
+{% macro show(table) %}
+<h2>{{ table.title }}</h2>
+<div class="table wide"><table aria-label="{{ table.title }}">
+<thead><tr>{% for name in table.head %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in table.rows %}
+<tr>{% for cell in row %}<{{ "th scope=row" if loop.first else "td" }}>{{ cell }}</{{ "th" if loop.first else "td" }}>{% endfor %}</tr>
+{% endfor %}
+</tbody></table></div>
+{% endmacro %}
 <main>
 <header>
 <h1>Theorem 2 beside what PALSGD does</h1>
@@ -42,16 +54,8 @@ _PAGE = """<!doctype html>
 <p class="note">Outside the theorem: {{ reason }}. Run all the same.</p>
 {% endfor %}
 </header>
-{% for table in tables %}
-<h2>{{ table.title }}</h2>
-<div class="table wide"><table aria-label="{{ table.title }}">
-<thead><tr>{% for name in table.head %}<th scope="col">{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for row in table.rows %}
-<tr>{% for cell in row %}<{{ "th scope=row" if loop.first else "td" }}>{{ cell }}</{{ "th" if loop.first else "td" }}>{% endfor %}</tr>
-{% endfor %}
-</tbody></table></div>
-{% endfor %}
+{{ show(errors) }}
+{{ show(exponents) }}
 <h2>Studies</h2>
 <div class="panels">
 {% for study, plot in studies %}
@@ -64,6 +68,7 @@ _PAGE = """<!doctype html>
 </figure>
 {% endfor %}
 </div>
+{{ show(lemmas) }}
 <h2>Where a statement fails, and why</h2>
 {% for check in failing %}
 <p class="note">{{ check.claim }}, {{ check.form }}, {{ check.where }}: {{ "%.4g > %.4g"|format(check.left, check.right) }}. {{ check.why }}</p>
@@ -90,6 +95,7 @@ def _html(results: Results, figures: Path) -> str:
     from palsgd.lab.report.looks import THEME
     from palsgd.theory.figures import LOOKS, draw
 
+    errors, exponents, lemmas = tables(results)
     shown = [study for study in results.studies if study.lines]
     with drawing_style(), warnings.catch_warnings():
         # A run outside the theorem may diverge; its points are left out.
@@ -101,8 +107,8 @@ def _html(results: Results, figures: Path) -> str:
     )
     return environment.from_string(_PAGE).render(
         css=css, theme=THEME, looks=LOOKS, facts=facts(results), outside=results.outside,
-        tables=tables(results), studies=studies,
-        failing=[check for check in results.checks if check.verdict != "holds"],
+        errors=errors, exponents=exponents, lemmas=lemmas, studies=studies,
+        failing=[check for check in results.checks if check.verdict == FAILS],
     )  # fmt: skip
 
 
