@@ -298,7 +298,7 @@ def on_cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("on-cluster")
     (folder / "slow.yaml").write_text("rate: 10mbit\nlatency: 20ms\nstep: 5ms\noverlap: 0\n")
     said = palsgd(
-        "compare", "stories", "batch_size=2", "warmup_steps=0", "evaluate_every=32", "--methods", "ddp,diloco",
+        "compare", "digits", "warmup_steps=0", "evaluate_every=32", "--methods", "ddp,diloco",
         "--simulate", "--steps", 32, "--sync-every", 16, "--cluster", folder / "slow.yaml",
         "--out", folder / "runs", "--quiet", "--device", "cpu",
     )  # fmt: skip
