@@ -120,9 +120,7 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
     each = links.each()
     ring = found["ring"]
     records = {
-        name: _record(name, run, found["compute_s"], each)
-        for name, run in found["methods"].items()
-        if run is not None
+        name: _record(name, run, each) for name, run in found["methods"].items() if run is not None
     }
     key = "step_s" if projected is None else "projected_step_s"
     ddp = records.get("ddp", {}).get(key)
@@ -147,12 +145,12 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
     }
 
 
-def _record(name: str, run: Record, compute_s: float, links: list[Link]) -> Record:
+def _record(name: str, run: Record, links: list[Link]) -> Record:
     """DDP's exchanges overlap its backward pass, so what they cost is what its steps took beyond
-    computing; the other methods' ledgers know when they computed."""
+    those of a model by itself; the other methods' ledgers know when they computed."""
     computing = run["gradient_s"] + run["mixing_s"]
     if name == "ddp":
-        computing = compute_s * run["gradient_steps"]
+        computing = run["compute_s"] * run["gradient_steps"]
     exchanging = max(0.0, run["wall_s"] - computing)
     messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
     projected = computing + ring_s(run["bytes_sent"], links, messages)

@@ -22,7 +22,7 @@ from palsgd.lab.training import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 
-COMPUTE_STEPS = 10  # of a model by itself, to know what a gradient costs
+COMPUTE_STEPS = 10  # of a model by itself, to know what a gradient costs; a fifth not counted
 _RING_S, _MOST_RINGS = 5.0, 9  # how long, and how often, the bare all-reduce is repeated
 
 
@@ -70,14 +70,18 @@ def measured(jobs: dict[str, Any]) -> dict[str, Any]:
     first, device = next(iter(runs.values())), _device(jobs["device"])
     workload = load(first.workload, data=jobs["data"], device=device, seed=first.seed)
     model_bytes = 4 * sum(p.numel() for p in workload.model().parameters())
+    ring = {"bytes": model_bytes, "seconds": ring_seconds(model_bytes)}
+    methods, compute = {}, [_mean(compute_seconds(first, workload))]
+    for name, settings in runs.items():
+        folder = RunFolder(Path(jobs["out"]) / name)
+        run = _trained(settings, workload, folder, quiet=jobs["quiet"])
+        compute.append(_mean(compute_seconds(first, workload)))
+        methods[name] = run and run | {"compute_s": statistics.fmean(compute[-2:])}
     return {
-        "ring": {"bytes": model_bytes, "seconds": ring_seconds(model_bytes)},
-        "compute_s": statistics.fmean(_gathered(compute_seconds(first, workload))),
+        "ring": ring,
+        "compute_s": statistics.fmean(compute),
         "congestion_control": _congestion_control(),
-        "methods": {
-            name: _trained(settings, workload, RunFolder(Path(jobs["out"]) / name), jobs["quiet"])
-            for name, settings in runs.items()
-        },
+        "methods": methods,
     }
 
 
@@ -112,7 +116,8 @@ def ring_seconds(size: int) -> list[float]:
 
 def compute_seconds(settings: Settings, workload: Workload) -> float:
     """Of a gradient and its step, while the other workers do the same and nobody sends anything:
-    what is missing from a run's time to this is what exchanges have cost."""
+    what a run takes beyond this is what exchanges have cost. Taken before and after each run, as
+    other programs may come and go."""
     torch.manual_seed(settings.seed)
     net = workload.model().to(workload.device)
     never = settings.changed({"method": "localsgd", "sync_every": 10**6, "warmup_steps": 0})
@@ -139,7 +144,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _trained(
-    settings: Settings, workload: Workload, folder: RunFolder, quiet: bool
+    settings: Settings, workload: Workload, folder: RunFolder, *, quiet: bool
 ) -> dict[str, Any] | None:
     """One run, with the lab's own files; figures are means over workers. None: it diverged."""
     trainer = WatchedTrainer(settings, workload, folder, quiet=quiet)
@@ -158,6 +163,10 @@ def _trained(
     everyone = _gathered(mine)
     means = {name: statistics.fmean(each[name] for each in everyone) for name in mine}
     return {"steps": trainer.opt.clock} | means
+
+
+def _mean(mine: float) -> float:
+    return statistics.fmean(_gathered(mine))
 
 
 def _gathered(mine: Any) -> list[Any]:
