@@ -3,6 +3,7 @@
     sudo python bench/peers.py --out bench/results/peers-epyc2.json
     python bench/peers.py --tiny --rates loopback            # a minute, to see it work
     python bench/peers.py --phases pace --rates 10mbit --contenders ddp,torchft,palsgd-int8
+    python bench/peers.py --phases '' --out FILE.json         # its tables again
 
 Every contender trains the same GPT-Neo of about a million parameters from the same first weights,
 on the same batches per worker and step, with the same AdamW, clipping and learning-rate schedule,
@@ -29,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -73,40 +75,42 @@ class Bench:
         for name, contender in self._runnable("tuning"):
             for change in contender.grid:
                 words = ", ".join(f"{key}={value}" for key, value in change.items())
-                found = self._quality(contender, change)
+                found = tried(partial(self._quality, contender, change))
                 self._keep(found | {"settings": change}, "tuning", f"{name} {words}")
 
     def quality(self) -> None:
         for name, contender in self._runnable("quality"):
-            self._keep(self._quality(contender), "quality", name)
+            self._keep(tried(partial(self._quality, contender)), "quality", name)
         if self.args.exogym and EXOGYM in self.args.contenders:
-            self._keep(self._exogym(self.size.steps), "quality", EXOGYM)
+            self._keep(tried(partial(self._exogym, self.size.steps)), "quality", EXOGYM)
 
     def _quality(self, contender: Contender, change: dict | None = None) -> dict:
         order = self._order(contender, self.size.sync_every, change)
         order |= {"mode": "quality", "steps": self._steps(contender)}
         order |= {"evaluate_every": self.size.sync_every}
         ranks = self._run("worker.py", order, LOOPBACK)
-        if "error" in ranks:
-            return ranks
         peak = max(rank["peak_bytes"] for rank in ranks)
         return ranks[0] | {"final_loss": ranks[0]["curve"][-1][1], "peak_bytes": peak}
 
     def pace(self) -> None:
         for rate in self.args.rates:
             for name, contender in self._runnable("pace", rate):
-                found = self._pace(contender, rate, self.size.sync_every)
+                found = tried(partial(self._pace, contender, rate, self.size.sync_every))
                 self._keep(found, "pace", rate, name)
             if rate == LOOPBACK and self.args.exogym and EXOGYM in self.args.contenders:
-                self._keep(self._exogym(5 * self.size.sync_every), "pace", rate, EXOGYM)
+                steps = (self.args.rounds + 2) * self.size.sync_every
+                self._keep(tried(partial(self._exogym, steps)), "pace", rate, EXOGYM)
 
     def overlap(self) -> None:
         for name, contender in self._runnable("overlap"):
             if name in OVERLAP:
-                found = self._pace(contender, OVERLAP_RATE, OVERLAP_H, {"delay": OVERLAP_DELAY})
+                change = {"delay": OVERLAP_DELAY}
+                found = tried(partial(self._pace, contender, OVERLAP_RATE, OVERLAP_H, change))
                 self._keep(found, "overlap", name)
 
-    def _pace(self, contender: Contender, rate: str, every: int, change: dict | None = None):
+    def _pace(
+        self, contender: Contender, rate: str, every: int, change: dict | None = None
+    ) -> dict:
         order = self._order(contender, every, change) | {"mode": "pace"}
         length = every if contender.local else min(every, DDP_ROUND.get(rate, 12))
         rounds = self.args.rounds * max(1, self.size.sync_every // every)
@@ -114,10 +118,9 @@ class Bench:
             "steps": length * (rounds + 1),
             "round_steps": length,
             "rounds": rounds,
-            "bare_steps": 4 if self.args.tiny else 24,
+            "bare_steps": 4 if self.args.tiny else 32,
         }
-        ranks = self._run("worker.py", order, rate)
-        return ranks if "error" in ranks else averaged(ranks, length)
+        return averaged(self._run("worker.py", order, rate), length)
 
     def _order(self, contender: Contender, every: int, change: dict | None) -> dict:
         settings = contender.settings | ({"sync_every": every} if contender.local else {})
@@ -138,12 +141,10 @@ class Bench:
         order |= {"size": self.size_name, "steps": steps, "sync_every": self.size.sync_every}
         order |= {"workers": WORKERS, "outer": CONTENDERS["torchft"].settings["outer"]}
         command = [sys.executable, str(HERE / "exogym_diloco.py"), json.dumps(order)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-            if done.returncode:
-                return {"error": done.stderr.strip().splitlines()[-1]}
-        except subprocess.TimeoutExpired:
-            return {"error": "not done after 900 s"}
+        timeout = self.args.timeout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
         found = json.loads(done.stdout.splitlines()[-1])
         found["step_s"] = statistics.fmean(found["round_s"]) / self.size.sync_every
         return found
@@ -151,6 +152,9 @@ class Bench:
     # -- draws -----------------------------------------------------------------------------------
 
     def draws(self) -> None:
+        self._keep(tried(self._draws), "draws")
+
+    def _draws(self) -> dict:
         workers, every, p, gradient_s = 8, 64, 0.1, 0.01
         rounds = 5 if self.args.tiny else 60
         result: dict = {"workers": workers, "sync_every": every, "mix_prob": p}
@@ -167,12 +171,14 @@ class Bench:
         result["theory_share"] = (most - every * (1 - p)) / (every * (1 - p))
         saved = result["independent"]["waiting_s"] - result["balanced"]["waiting_s"]
         result["measured_share"] = saved / result["balanced"]["round_s"]
-        result["losses"] = draw_losses(self.args.tiny)
-        self._keep(result, "draws")
+        return result | {"losses": draw_losses(self.args.tiny)}
 
     # -- scaling ---------------------------------------------------------------------------------
 
     def scaling(self) -> None:
+        self._keep(tried(self._scaling), "scaling")
+
+    def _scaling(self) -> dict:
         from palsgd.lab.links import Link
         from palsgd.lab.links.projection import ring_s
 
@@ -187,12 +193,11 @@ class Bench:
             if rate != LOOPBACK:
                 found["ring_s"] = ring_s(size, [Link(rate)] * workers)
             result["measured"][str(workers)] = found
-        result |= fitted({int(k): each["sync_s"] for k, each in result["measured"].items()})
-        self._keep(result, "scaling")
+        return result | fitted({int(k): each["sync_s"] for k, each in result["measured"].items()})
 
     # -- running and keeping ---------------------------------------------------------------------
 
-    def _runnable(self, *where: str):
+    def _runnable(self, *where: str) -> Iterator[tuple[str, Contender]]:
         """Contenders asked for; one whose package is missing gets a row that says why."""
         for name in self.args.contenders:
             if name == EXOGYM:
@@ -204,11 +209,8 @@ class Bench:
             else:
                 yield name, contender
 
-    def _run(self, script: str, order: dict, rate: str, workers: int = WORKERS):
-        try:
-            return run_workers(script, order, workers=workers, rate=rate, timeout=self.args.timeout)
-        except RuntimeError as error:
-            return {"error": str(error)}
+    def _run(self, script: str, order: dict, rate: str, workers: int = WORKERS) -> list[dict]:
+        return run_workers(script, order, workers=workers, rate=rate, timeout=self.args.timeout)
 
     def _keep(self, found: dict, *where: str) -> None:
         place = self.found
@@ -218,6 +220,14 @@ class Bench:
         print(f"{' '.join(where)}: {summary(found)}", file=sys.stderr, flush=True)
         if self.args.out:
             self.args.out.write_text(json.dumps(self.found, indent=2) + "\n")
+
+
+def tried(call: Callable[[], dict]) -> dict:
+    """What it found, or why it could not: the others go on."""
+    try:
+        return call()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
 
 
 def averaged(ranks: list[dict], length: int) -> dict:

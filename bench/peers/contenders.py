@@ -29,7 +29,7 @@ def _ours(label: str, method: str, grid: list | None = None, **settings: Any) ->
 
 
 _OUTER = [{"outer": [lr, momentum]} for lr, momentum in ((0.7, 0.9), (0.7, 0.5), (1.0, 0.5))]
-_PALSGD = dict(mix_prob=0.1, mix_rate=1.0, outer=[0.7, 0.5])
+_PALSGD = dict(mix_prob=0.1, mix_rate=1.0, outer=[1.0, 0.5])
 
 CONTENDERS = {
     "ddp": Contender(label="torch DDP", adapter="torch_own.TorchDDP", local=False),
@@ -57,19 +57,19 @@ CONTENDERS = {
     "torchft": Contender(
         label="torchft DiLoCo",
         adapter="torchft_diloco.TorchftDiLoCo",
-        settings={"outer": [0.7, 0.5]},
+        settings={"outer": [1.0, 0.5]},
         grid=_OUTER,
         package="torchft",
     ),
     "torchft-fragments": Contender(
         label="torchft DiLoCo, 2 fragments",
         adapter="torchft_diloco.TorchftDiLoCo",
-        settings={"outer": [0.7, 0.5], "fragments": 2, "delay": 16, "alpha": 0.5},
+        settings={"outer": [1.0, 0.5], "fragments": 2, "delay": 16, "alpha": 0.5},
         grid=[{"alpha": alpha} for alpha in (0.0, 0.5)],
         package="torchft",
     ),
     "localsgd": _ours("palsgd LocalSGD", "LocalSGD"),
-    "diloco": _ours("palsgd DiLoCo", "DiLoCo", _OUTER, outer=[0.7, 0.5]),
+    "diloco": _ours("palsgd DiLoCo", "DiLoCo", _OUTER, outer=[1.0, 0.5]),
     "palsgd": _ours("PALSGD", "PALSGD", _OUTER, **_PALSGD),
     "palsgd-int8": _ours(
         "PALSGD, int8, overlap", "PALSGD", **_PALSGD, compress="int8", delay=32

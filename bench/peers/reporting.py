@@ -140,6 +140,8 @@ def fewer_bytes(pace: dict) -> list[list[str]]:
 def about_draws(draws: dict | None) -> list[list[str]]:
     if not draws:
         return []
+    if error := failed(draws):
+        return [["draws", error, ""]]
     losses = "; ".join(
         f"{kind} {', '.join(f'{loss:.4f}' for loss in each)}"
         for kind, each in draws["losses"].items()
@@ -157,6 +159,8 @@ def about_draws(draws: dict | None) -> list[list[str]]:
 def about_scaling(scaling: dict | None) -> list[list[str]]:
     if not scaling:
         return []
+    if error := failed(scaling):
+        return [["scaling", error, ""]]
     rows = []
     for workers, each in scaling["measured"].items():
         ring = f"ring: {each['ring_s']:.3f} s" if "ring_s" in each else ""

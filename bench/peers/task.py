@@ -34,11 +34,11 @@ class Size:
 
 SIZES = {
     "full": Size(
-        hidden=128, heads=4, layers=5, batch=1, steps=1024, ddp_steps=640, warmup=64,
+        hidden=128, heads=4, layers=5, batch=1, steps=1024, ddp_steps=512, warmup=64,
         sync_every=64, lr=3e-3,
     ),
     "tiny": Size(
-        hidden=32, heads=2, layers=1, batch=1, steps=32, ddp_steps=24, warmup=4,
+        hidden=32, heads=2, layers=1, batch=1, steps=32, ddp_steps=16, warmup=4,
         sync_every=8, lr=3e-3,
     ),
 }  # fmt: skip
