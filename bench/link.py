@@ -2,6 +2,7 @@
 
     sudo python bench/link.py --out bench/results/link-epyc2.json
     sudo python bench/link.py --only 100mbit none
+    sudo python bench/link.py --ring 4200000     # only bare all-reduces of so many bytes
 
 Each case is one command, which is printed before it runs; each has the four methods in one run, so
 that ratios are of times taken within minutes. Linux and root.
@@ -10,11 +11,15 @@ that ratios are of times taken within minutes. Linux and root.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from palsgd.lab.links import Link, Network
+from palsgd.lab.links.projection import ring_s
 
 COMMON = "stories-1m batch_size=4 --workers 4 --steps 32 --sync-every 16"
 CASES = {
@@ -29,12 +34,28 @@ CASES = {
 COLUMNS = ("links", "method", "ms a step", "by the model", "exchanging", "ms an exchange",
            "MB, ledger", "MB, kernel", "kernel / ring", "faster than DDP")  # fmt: skip
 
+RING_LINKS = (Link("10mbit"), Link("100mbit"), Link("1gbit"), Link(), Link("100mbit", 20),
+              Link("100mbit", 50), Link("100mbit", 150), Link("1gbit", 50))  # fmt: skip
+RING_COLUMNS = ("links", "ms, median", "repeats", "in theory", "ratio")
+BARE = """
+import json, sys
+import torch.distributed as dist
+from palsgd.lab.links.timing import ring_seconds
+dist.init_process_group("gloo")
+print(json.dumps(ring_seconds(int(sys.argv[1]))))
+dist.destroy_process_group()
+"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--ring", type=int, metavar="BYTES")
     chosen = parser.parse_args()
+    if chosen.ring is not None:
+        print(markdown([RING_COLUMNS, *(bare_ring(link, chosen.ring) for link in RING_LINKS)]))
+        return
     results = {name: measured(CASES[name]) for name in chosen.only}
     print(markdown([COLUMNS, *(row for found in results.values() for row in rows(found))]))
     for found in results.values():
@@ -53,6 +74,16 @@ def measured(options: str) -> dict[str, Any]:
     if found["projected"]:
         sys.exit(f"nothing was measured: {found['projected']}")
     return {"command": f"palsgd {words}", "load": os.getloadavg()[0]} | found
+
+
+def bare_ring(link: Link, size: int) -> tuple[str, ...]:
+    with Network(4, link) as network:
+        done = network.run([sys.executable, "-c", BARE, str(size)])
+    times, theory = json.loads(done[0].stdout), ring_s(size, [link] * 4)
+    found = statistics.median(times)
+    words = f"{link.rate or 'no limit'}, {link.delay_ms:g} ms"
+    ratio = f"{found / theory:.2f}" if theory else ""
+    return words, f"{1e3 * found:.0f}", str(len(times)), f"{1e3 * theory:.0f}", ratio
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
