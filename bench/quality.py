@@ -1,10 +1,10 @@
 """What compression, overlap and fragments cost in loss: simulated workers, several seeds.
 
-    python bench/quality.py --device cuda --processes 12 --out bench/results/quality-h200.json
+    python bench/quality.py --device cuda --processes 4 --data DIR --out quality.json
 
-Four workers train a GPT-Neo of about a million parameters on endless stories, H = 64, with every
-variant from the same first weights and on the same batches of each seed. Figures are losses on a
-held-out set and their ratio to plain PALSGD's with the same seed; the spread is over seeds.
+Four workers train GPT-Neo-8M on TinyStories, with every variant from the same first weights and on
+the same batches of each seed. Figures are losses on the validation set and their ratio to plain
+PALSGD's with the same seed; the spread is over seeds.
 """
 
 import argparse
@@ -21,17 +21,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
-from palsgd.lab.data.stories import GRAMMAR
-from palsgd.lab.models.gpt_neo import GPTNeo
-from palsgd.lab.workloads.stories import Stories
+from palsgd.lab.workloads.tinystories_gptneo_8m import TinyStoriesGPTNeo8M
 
-WORKERS, BATCH, RISE = 4, 8, 64
-PALSGD = dict(method="PALSGD", mix_prob=0.1, mix_rate=2.0, outer_lr=0.7)
+WORKERS, RISE = 4, 64
+OUTER = dict(outer_lr=0.7, outer_momentum=0.5, warmup_steps=64)
+PALSGD = dict(method="PALSGD", mix_prob=0.1, mix_rate=16.0, **OUTER)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "DDP": dict(method="DDP"),
-    "Local SGD": dict(method="LocalSGD"),
-    "DiLoCo": dict(method="DiLoCo", outer_lr=0.7),
+    "Local SGD": dict(method="LocalSGD", warmup_steps=64),
+    "DiLoCo": dict(method="DiLoCo", **OUTER),
     "PALSGD": PALSGD,
     "independent draws": PALSGD | dict(draws="independent"),
     "bf16": PALSGD | dict(compress="bf16"),
@@ -48,13 +47,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Task(Stories):
-    def model(self) -> nn.Module:
-        return GPTNeo(
-            vocab=len(GRAMMAR.vocabulary), positions=GRAMMAR.longest, hidden=128, heads=4, layers=5
-        )
-
-
 def factor(steps: int, clock: int) -> float:
     """Of the learning rate: a linear rise, then half a cosine to zero."""
     if clock < RISE:
@@ -69,7 +61,7 @@ def optimizer(
     kind = getattr(palsgd, rules.pop("method"))
     lr = rules.pop("lr", lr)
     if kind is not palsgd.DDP:
-        rules.setdefault("sync_every", 64)
+        rules.setdefault("sync_every", 32)
     if "outer_lr" in rules:
         rules["outer"] = palsgd.nesterov(rules.pop("outer_lr"), rules.pop("outer_momentum", 0.9))
     if kind is palsgd.PALSGD:
@@ -81,7 +73,7 @@ def optimizer(
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    task = Task(device=job["device"], seed=job["seed"])
+    task = TinyStoriesGPTNeo8M(data=job["data"], device=job["device"], seed=job["seed"])
 
     def batches(worker: int) -> Any:
         index = 0
@@ -89,12 +81,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             yield task.batch(worker=worker, workers=WORKERS, size=job["batch"], index=index)
             index += 1
 
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(torch.device(job["device"]).type, torch.bfloat16):
+            return task.loss(model, batch)
+
     chosen = {name: job[name] for name in ("settings", "steps", "lr", "seed")}
     result = palsgd.simulate(
         workers=WORKERS,
         steps=job["steps"],
         model=task.model,
-        loss=task.loss,
+        loss=loss,
         data=batches,
         method=partial(optimizer, **chosen),
         vectorize=False,
@@ -123,13 +119,13 @@ def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for name, runs in by_variant.items():
         losses = [run["loss"] for run in runs.values()]
-        ratios = [run["loss"] / plain[seed]["loss"] - 1 for seed, run in runs.items()]
+        ratios = [run["loss"] / plain[s]["loss"] - 1 for s, run in runs.items() if s in plain]
         rows.append(
             {
                 "variant": name,
                 "loss": statistics.mean(losses),
                 "spread": statistics.stdev(losses) if len(losses) > 1 else 0.0,
-                "over_plain": statistics.mean(ratios),
+                "over_plain": statistics.mean(ratios) if ratios else math.nan,
                 "over_plain_spread": statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
                 "bytes_sent": next(iter(runs.values()))["bytes_sent"],
             }
@@ -140,11 +136,12 @@ def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--data", required=True, help="folder with TinyStories, or its tokens")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=BATCH)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--variants", help="names separated by ';'; all if not given")
     parser.add_argument("--extra", help="more variants, as JSON: {name: settings}")
     parser.add_argument("--out", type=Path)
@@ -153,7 +150,7 @@ def main() -> None:
     names = args.variants.split(";") if args.variants else list(variants)
     jobs = [
         dict(variant=name, settings=variants[name], seed=seed, steps=args.steps, lr=args.lr,
-             batch=args.batch, device=args.device)
+             batch=args.batch, device=args.device, data=args.data)
         for seed in range(1, args.seeds + 1)
         for name in names
     ]  # fmt: skip
@@ -180,7 +177,6 @@ def write(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         "steps": args.steps,
         "batch": args.batch,
         "lr": args.lr,
-        "floor": Task.floor,
         "runs": found,
         "table": table(found),
     }
