@@ -34,7 +34,7 @@ class Size:
 
 SIZES = {
     "full": Size(
-        hidden=128, heads=4, layers=5, batch=1, steps=1024, ddp_steps=512, warmup=64,
+        hidden=128, heads=4, layers=5, batch=1, steps=1024, ddp_steps=384, warmup=64,
         sync_every=64, lr=3e-3,
     ),
     "tiny": Size(
