@@ -350,7 +350,7 @@ def plan(
 ) -> None:
     """Say what pays on a cluster: H, overlap, compression, workers; time, bytes and memory.
 
-    Example: palsgd plan --step-ms 50 --parameters 8M --workers 4 --rate 100mbit --latency 20
+    Example: palsgd plan --step-ms 50 --parameters 8M --rate 100mbit
     """
     from palsgd.lab.collection import check_device
     from palsgd.lab.plan import command
