@@ -87,7 +87,6 @@ class Bench:
     def _quality(self, contender: Contender, change: dict | None = None) -> dict:
         order = self._order(contender, self.size.sync_every, change)
         order |= {"mode": "quality", "steps": self._steps(contender)}
-        order |= {"evaluate_every": self.size.sync_every}
         ranks = self._run("worker.py", order, LOOPBACK)
         peak = max(rank["peak_bytes"] for rank in ranks)
         return ranks[0] | {"final_loss": ranks[0]["curve"][-1][1], "peak_bytes": peak}
@@ -124,8 +123,8 @@ class Bench:
 
     def _order(self, contender: Contender, every: int, change: dict | None) -> dict:
         settings = contender.settings | ({"sync_every": every} if contender.local else {})
-        if "delay" in settings:  # given for the full size's rounds
-            settings["delay"] = min(settings["delay"], every // 4)
+        if "delay" in settings:  # given for rounds of 64
+            settings["delay"] = settings["delay"] * every // 64
         return {
             "class": contender.adapter,
             "settings": settings | (change or {}),

@@ -32,7 +32,7 @@ def trained(bench, contender, **settings):
 
     found = CONTENDERS[contender]
     order = {"class": found.adapter, "settings": found.settings | settings, "size": "tiny"}
-    order |= {"mode": "quality", "steps": 16, "evaluate_every": 8, "peers": "unused"}
+    order |= {"mode": "quality", "steps": 16, "peers": "unused"}
     ranks = run_workers("worker.py", order, workers=2, rate=LOOPBACK, timeout=120)
     return [loss for _, loss in ranks[0]["curve"]]
 

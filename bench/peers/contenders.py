@@ -75,6 +75,6 @@ CONTENDERS = {
         "PALSGD, int8, overlap", "PALSGD", **_PALSGD, compress="int8", delay=32
     ),
     "palsgd-int4": _ours(
-        "PALSGD, int4, overlap", "PALSGD", **_PALSGD, compress="int4", delay=16
+        "PALSGD, int4, overlap", "PALSGD", **_PALSGD, compress="int4", delay=24
     ),
 }  # fmt: skip

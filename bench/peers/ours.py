@@ -34,6 +34,11 @@ class Ours(Trainee):
         self.opt.step()
         self.clock, self.gradient_steps = self.opt.clock, self.opt.gradient_steps
 
+    def round_ended(self) -> bool:
+        # with a delay the new global model comes that many steps into the next round, and where
+        # that round begins some workers mix past it
+        return self.opt.synced
+
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
         with self.opt.anchor_weights():

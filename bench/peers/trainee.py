@@ -38,6 +38,10 @@ class Trainee:
         self.clock += 1
         self.gradient_steps += 1
 
+    def round_ended(self) -> bool:
+        """Do all workers stand at the same place, the global model just made?"""
+        return self.clock % self.task.size.sync_every == 0
+
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
         """Asked for at the end of a round: here, the model as it is."""

@@ -25,14 +25,14 @@ def build(order: dict, task: Task) -> Trainee:
 
 
 def quality(order: dict, task: Task) -> dict:
-    """Loss of the global model, every so many steps of the second half; peak memory."""
-    worker, every = dist.get_rank(), order["evaluate_every"]
+    """Loss of the global model after each round of the second half; peak memory."""
+    worker = dist.get_rank()
     before = peak_bytes()
     trainee = build(order, task)
     curve, start, evaluating = [], time.perf_counter(), 0.0
     while trainee.clock < task.steps:
         trainee.step(worker)
-        if trainee.clock % every == 0 and 2 * trainee.clock >= task.steps:
+        if trainee.round_ended() and 2 * trainee.clock >= task.steps:
             memory, paused = peak_bytes(), time.perf_counter()
             curve.append((trainee.clock, held_out_loss(trainee, task)))
             evaluating += time.perf_counter() - paused
