@@ -16,6 +16,7 @@ import pytest
 
 from commands import palsgd, started, summary, wait_for
 from holding import holder
+from palsgd.lab import bench_link
 from palsgd.lab.links import Link, Network, unavailable
 from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
 from palsgd.lab.links.projection import ring_bytes, ring_s
@@ -446,6 +447,18 @@ def test_bad_input_gets_one_line_and_exit_code_2(words, line, tmp_path):
     assert said.code == 2
     assert line in said.line
     assert not (tmp_path / "x").exists()
+
+
+def test_the_first_gradient_which_ledgers_do_not_time_counts_as_computing():
+    run = dict(wall_s=10.0, steps=8, gradient_steps=5.0, syncs=2.0, messages=2.0, bytes_sent=4e6,
+               kernel_bytes=4e6, gradient_s=4.0, mixing_s=1.0, compute_s=1.5)  # fmt: skip
+    links = [Link("8mbit")] * 2
+    local = bench_link.figures("palsgd", run, links)
+    assert local["exchange_s"] == pytest.approx((10 - 5 * 1.0 - 1) / 2)
+    assert local["communicating"] == pytest.approx(0.4)
+    assert local["projected_step_s"] == pytest.approx((6 + 4) / 8)
+    ddp = bench_link.figures("ddp", run, links)  # whose ledger has exchanges in its gradients
+    assert ddp["exchange_s"] == pytest.approx((10 - 5 * 1.5) / 2)
 
 
 def test_a_folder_in_use_is_not_overwritten_unasked(tmp_path):

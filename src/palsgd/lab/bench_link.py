@@ -120,7 +120,7 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
     each = links.each()
     ring = found["ring"]
     records = {
-        name: _record(name, run, each) for name, run in found["methods"].items() if run is not None
+        name: figures(name, run, each) for name, run in found["methods"].items() if run is not None
     }
     key = "step_s" if projected is None else "projected_step_s"
     ddp = records.get("ddp", {}).get(key)
@@ -145,12 +145,14 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
     }
 
 
-def _record(name: str, run: Record, links: list[Link]) -> Record:
+def figures(name: str, run: Record, links: list[Link]) -> Record:
     """DDP's exchanges overlap its backward pass, so what they cost is what its steps took beyond
     those of a model by itself; the other methods' ledgers know when they computed."""
-    computing = run["gradient_s"] + run["mixing_s"]
-    if name == "ddp":
-        computing = run["compute_s"] * run["gradient_steps"]
+    gradients = run["gradient_steps"]
+    if name == "ddp" or gradients < 2:
+        computing = run["compute_s"] * gradients
+    else:  # a ledger's watch starts with the end of the first gradient, so one is missing from it
+        computing = run["gradient_s"] * gradients / (gradients - 1) + run["mixing_s"]
     exchanging = max(0.0, run["wall_s"] - computing)
     messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
     projected = computing + ring_s(run["bytes_sent"], links, messages)
