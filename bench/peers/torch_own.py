@@ -20,7 +20,10 @@ class TorchDDP(Trainee):
 
     def prepare(self) -> None:
         super().prepare()
-        self.model = DistributedDataParallel(self.net)
+        # PowerSGD's messages of one bucket wait for each other, those of two do not: over gloo
+        # they may then meet in another order on another worker, which ends the run.
+        bucket_mb = 1024 if self.hook == "powersgd" else None
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=bucket_mb)
         if self.hook == "bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         if self.hook == "powersgd":
