@@ -264,6 +264,49 @@ def test_one_worker_in_a_process_is_the_simulator_with_one(method, draws, tmp_pa
     assert_alike(tmp_path / "real", tmp_path / "simulated" / "one", tolerance=1e-5)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("delay=5",),
+        ("compress=int4", "fragments=3"),
+        ("compress=int8", "fragments=2", "delay=3", "mix_prob=0.3"),
+    ],
+    ids=" ".join,
+)
+def test_processes_and_the_simulator_agree_on_overlapped_and_compressed_syncs(how, tmp_path):
+    words = ("digits", *how, "--method", "palsgd", "--workers", 2, "--steps", 45, "--sync-every", 8,
+             "warmup_steps=3", "evaluate_every=9", "--no-report")  # fmt: skip
+    said = apart("train", *words, "--out", tmp_path / "real")
+    assert said.code == 0, said.err
+    assert palsgd("train", *words, "--simulate", "--out", tmp_path / "simulated").code == 0
+    assert_alike(tmp_path / "real" / "palsgd", tmp_path / "simulated" / "palsgd", tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("compress=zip", "compress='zip' is unknown; use None, 'bf16', 'int8', 'int4'"),
+        ("delay=-1", "delay=-1 must be a number >= 0"),
+        ("fragments=0", "fragments=0 must be at least 1"),
+        ("delay=99", "delay=99 is longer than the 32 steps until the next sync begins"),
+        ("sync_every=auto", "sync_every='auto' measures a link, and simulated workers have none"),
+        ("sync_every=often", "sync_every=often is no whole number"),
+    ],
+)
+def test_an_impossible_way_to_sync_is_refused_in_one_line(word, message, tmp_path):
+    said = palsgd("train", "digits", word, "--simulate", "--out", tmp_path / "run")
+    assert said.code == 2
+    assert message in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_an_interval_can_be_left_to_the_run(tmp_path):
+    said = apart("train", "digits", "--sync-every", "auto", "--workers", 2, "--steps", 60,
+                 "warmup_steps=3", "--no-report", "--out", tmp_path)  # fmt: skip
+    assert said.code == 0, said.err
+    assert summary(tmp_path / "palsgd")["steps"] == 60
+
+
 def assert_alike(one: Path, other: Path, *, tolerance: float) -> None:
     a, b = lines(one), lines(other)
     assert [(x["step"], x["gradient_steps"], x["syncs"], x["lr"]) for x in a] == [

@@ -160,6 +160,50 @@ def test_a_sync_travels_while_training_goes_on(world, tmp_path):
     np.testing.assert_array_equal(one, other)
 
 
+def lost_job():
+    """Worker 1 leaves before the second sync."""
+    model = linear()
+    opt = build(model, mix_prob=0.0, delay=3)
+    opt.run_until(30)
+    anchor = None
+    for i, batch in enumerate(batches() * 4):
+        if dist.get_rank() == 1 and i == 11:
+            return None
+        mse(model, batch).backward()
+        try:
+            opt.step()
+        except palsgd.SyncError as error:
+            state = opt.state_dict()
+            return anchor, global_vector(model, opt), str(error), state["own"], opt.clock
+        opt.zero_grad()
+        anchor = global_vector(model, opt)
+
+
+def test_a_peer_that_is_lost_while_a_sync_is_under_way_is_told_and_changes_nothing(world):
+    before, after, message, own, clock = world.run(lost_job, workers=2, timeout=20)[0]
+    assert clock == 15
+    assert message.startswith("worker 0 could not exchange with the others at clock 15")
+    np.testing.assert_array_equal(before, after)
+    assert own["rank 0"]["flight"] is None  # what can still be saved is
+
+
+def some_ranks_job():
+    """Two of three ranks train together; the third does something else."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    model = linear()
+    opt = build(model, delay=2, compress="int8", group=group)
+    train(model, opt, batches(), 30)
+    return vector(model)
+
+
+def test_a_group_of_some_ranks_overlaps_without_the_others(world):
+    one, nothing, other = world.run(some_ranks_job, workers=3)
+    assert nothing is None
+    np.testing.assert_array_equal(one, other)
+
+
 # -- with the rest -------------------------------------------------------------------------------
 
 

@@ -162,6 +162,31 @@ def test_max_norm_clips_by_the_norm_of_the_whole_model(world):
     check_equal(world, "even", "2-D", max_norm=0.05)
 
 
+@pytest.mark.parametrize("style", ["2-D", "1-D and group"])
+@pytest.mark.parametrize("kind", ["even", "uneven"])
+def test_an_overlapped_sharded_model_equals_an_overlapped_unsharded_one(world, kind, style):
+    check_equal(world, kind, style, delay=2)
+
+
+def test_each_shard_is_compressed_with_its_like_in_the_other_replicas(world):
+    plain = world.run(sharded_run, workers=4, kind="uneven", style="2-D", delay=2)
+    coded = world.run(sharded_run, workers=4, kind="uneven", style="2-D", delay=2, compress="int8")
+    for (anchor, _, _), (near, _, _) in zip(plain, coded, strict=True):
+        np.testing.assert_array_equal(near, coded[0][0])
+        assert 0 < np.abs(anchor - near).max() < 2e-3
+
+
+def fragments_of_shards():
+    model, group = sharded("even", "2-D")
+    build(model, **group, fragments=2)
+
+
+def test_fragments_of_a_sharded_model_are_refused(world):
+    for outcome in world.outcomes(fragments_of_shards, workers=4):
+        assert outcome.error == "ValueError"
+        assert "use fragments=1" in outcome.message
+
+
 # -- gradients ---------------------------------------------------------------------------------
 
 
@@ -354,11 +379,11 @@ def fingerprint(model, opt):
     )
 
 
-def resume_from_checkpoints(folder, kind, style):
+def resume_from_checkpoints(folder, kind, style, **rules):
     replica, shard = place()
     data = replica_batches(replica, shard)
     model, group = sharded(kind, style)
-    opt = build(model, **group)
+    opt = build(model, **group, **rules)
     saved = {}
     feed = [data[i % len(data)] for i in range(STEPS)]
     for i, batch in enumerate(palsgd.until(feed, opt, steps=STEPS)):
@@ -371,7 +396,7 @@ def resume_from_checkpoints(folder, kind, style):
     want, resumed = fingerprint(model, opt), []
     for i, (clock, weights) in saved.items():
         model, group = sharded(kind, style, seed=9)
-        opt = build(model, **group)
+        opt = build(model, **group, **rules)
         palsgd.checkpoint.load(f"{folder}/{i}", model, opt)
         assert opt.clock == clock
         np.testing.assert_array_equal(vector(model), weights)
@@ -395,6 +420,16 @@ def test_a_sharded_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(
             np.testing.assert_equal(one, want)
     apart = [not np.array_equal(a, b) for a, b in zip(got[0][2], got[2][2], strict=True)]
     assert any(apart)  # some of them from the middle of a round, where replicas differ
+
+
+def test_every_rank_finds_what_its_shard_left_unsent_and_has_in_flight(world, tmp_path):
+    got = world.run(
+        resume_from_checkpoints, workers=4, timeout=30, folder=str(tmp_path), kind="uneven",
+        style="2-D", delay=3, compress="int4", draws="shared",
+    )  # fmt: skip
+    for want, resumed, _ in got:
+        for one in resumed:
+            np.testing.assert_equal(one, want)
 
 
 def ledger_through_a_checkpoint(folder):

@@ -76,6 +76,7 @@ class Core:
         self._sync_s = 0.0  # how long the last sync took
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._storage: Tensor | None = None  # of messages
+        self._buckets: dict[tuple[range, int], Buckets] = {}  # in there
         self._departures: Tensor | None = None
         self._gradient_s_then = 0.0  # the ledger's, at the last sync
         self._left_step: Any = None  # the instant the last step ended
@@ -135,7 +136,10 @@ class Core:
             if width > self.bucket_size and not self.lagging:
                 return Buckets(layout, part, width, storage)
             self._storage = storage
-        return Buckets(layout, part, width, self._storage)
+            self._buckets.clear()
+        if (part, width) not in self._buckets:
+            self._buckets[part, width] = Buckets(layout, part, width, self._storage)
+        return self._buckets[part, width]
 
     def departure(self, fragment: int) -> Bucket:
         """Where a fragment that is sent is kept as it was."""

@@ -266,7 +266,9 @@ class LocalOptimizer(Optimizer):
 
     @property
     def synced(self) -> bool:
-        """True right after a sync: the local model is the global one."""
+        """True right after a sync: the local model is the global one. With `delay` or `fragments`
+        it may be ahead of it, and workers may pass several syncs in one step: what they do
+        together at a sync belongs in `after_exchange`."""
         return self._core.synced
 
     @property

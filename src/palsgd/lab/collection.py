@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from palsgd.interval import interval
 from palsgd.lab.files import RunFolder, write_json
 from palsgd.lab.launching import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.settings import Settings, parsed
@@ -57,7 +58,7 @@ def check_mixing(settings: Settings) -> None:
     """That the pull towards the global model is a share; before anything runs, not at the point
     of a sweep that asks for more."""
     if settings.method == "palsgd" and settings.mix_prob:
-        chosen = settings.as_dict()
+        chosen = settings.as_dict() | {"sync_every": interval(settings.sync_every)[0]}
         names = [field.name for field in fields(PseudoAsync)]
         PseudoAsync(**{name: chosen[name] for name in names}).betas([settings.lr])
 

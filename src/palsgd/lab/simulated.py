@@ -94,15 +94,16 @@ class Simulated:
 
     def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """All syncs; of the warm-up's exchanges the evaluated ones and some others."""
-        found, losses, rounds = [], [], 0
+        found, losses = [], []
         norms = self._mean_norm.all if self._mean_norm is not None else []
         thin = max(1, self.steps // WARMUP_LINES)
         for entry in history:
             losses.append(entry["loss"])
-            synced, rounds = entry["round"] > rounds, entry["round"]
+            applied = entry["syncs"] - self.settings.warmup_steps  # outer steps so far
+            synced = bool(norms) and applied > 0
             if not (synced or "metric" in entry or entry["clock"] % thin == 0):
                 continue
-            norm = float(norms[rounds - 1]) if synced else None
+            norm = float(norms[applied - 1]) if synced else None
             line = {
                 "step": entry["clock"],
                 "gradient_steps": entry["gradient_steps"],

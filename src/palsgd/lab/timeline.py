@@ -19,7 +19,7 @@ class Timeline:
         self._opt, self._past, self._zero = opt, 0.0, time.perf_counter()
         self._spans: list[dict[str, Any]] = []
         self._free = 0.0  # when the last step ended
-        self._before = (0.0, 0.0, 0)
+        self._before, self._in_step = (0.0, 0.0, 0), False
 
     def pause(self) -> None:
         self._past = self._now()
@@ -27,9 +27,12 @@ class Timeline:
     def go_on(self, at: float | None = None) -> None:
         """`at`: where a resumed run's training seconds stand."""
         self._zero = time.perf_counter()
-        self._free = self._past = self._past if at is None else at
+        self._past = self._past if at is None else at
+        if not self._in_step:
+            self._free = self._past
 
     def before_step(self) -> None:
+        self._in_step = True
         self._wait_for_gpu()
         ledger = self._opt.ledger
         self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s, self._opt.rounds)
@@ -47,7 +50,7 @@ class Timeline:
             self._add("sync", end - sync, end)
             if sync and self._spans:
                 self._spans[-1]["entry"] = ledger.history[-1]  # will say how much was waiting
-        self._free = end
+        self._free, self._in_step = end, False
 
     def _wait_for_gpu(self) -> None:
         """While spans are recorded, so that they are where the work is. Before and after that the

@@ -71,7 +71,7 @@ class Trainer:
             folder.clear()
             folder.create(self._config())
         self._go_on()
-        self.opt.after_exchange(self._record)
+        self.opt.after_exchange(self._after_exchange)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -87,7 +87,6 @@ class Trainer:
                 self._timeline.after_step()
                 self.opt.zero_grad()
                 bar.at(self.opt.clock)
-                self._now_and_then()
         if self._evaluated_at < self.opt.clock:
             self._evaluate()
         spans: list[Any] = [None] * self.world
@@ -123,9 +122,12 @@ class Trainer:
             return nullcontext()
         return self.model.no_sync()
 
-    def _now_and_then(self) -> None:
-        """Between rounds: evaluate, save. The end is seen to in train()."""
-        if self.opt.clock >= self.steps or not (self.opt.synced or self._warming_up()):
+    def _after_exchange(self) -> None:
+        """Record, evaluate, save. Here and not after step(): all workers come here at the same
+        points of the clock, but one whose next steps are all mixing passes several of them in
+        one step. The end is seen to in train()."""
+        self._record()
+        if self.opt.clock >= self.steps:
             return
         due = self._evaluation_is_due()
         if due:
