@@ -15,9 +15,10 @@ class Ledger:
     """Totals of one worker so far. Seconds are device seconds on a GPU.
 
     `gradient_s` runs from the end of one `step()` to the end of the next inner step: data,
-    forward, backward and the update; what comes before a run's first step is not in it. `sync_s` is the exchange and the outer step without
-    `waiting_s`, the time until the slowest worker arrived. Each worker learns how long it
-    waited one sync later, from figures that travel in the next payload.
+    forward, backward and the update; what comes before a run's first step is not in it. `sync_s`
+    is the exchange and the outer step without `waiting_s`, the time until the slowest worker
+    arrived. Each worker learns how long it waited one sync later, from figures that travel in the
+    next payload. Of an overlapped sync, only what the steps did not hide counts.
     """
 
     gradient_steps: int = 0
