@@ -15,9 +15,10 @@ Phases (--phases, in this order; results are merged into --out):
     quality  loss over steps, and peak memory, over loopback: no result depends on the link
     pace     seconds and bytes per step over each link, bare AdamW in the same processes beside it
     overlap  the same for PALSGD with overlap at H = 16 and 100 Mbit/s
-    draws    waiting under balanced and independent draws, 8 processes that sleep; their losses
+    draws    waiting under balanced and independent draws, 8 processes that sleep
     scaling  a bare sync at K = 2, 4, 8 against a ring, modelled to 1024
 
+What compression, overlap and draws cost in loss over several seeds is bench/quality.py's to say.
 Time to target is steps to target (quality) times seconds per step (pace). Peers are installed
 into --peers at run time; EXO Gym, which runs on loopback only, from a checkout (--exogym).
 Emulated links need root on Linux; without, only --rates loopback can be had.
@@ -35,7 +36,6 @@ from functools import partial
 from math import comb
 from pathlib import Path
 
-import torch
 from common import machine
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
@@ -43,7 +43,7 @@ from contenders import CONTENDERS, Contender
 from installing import install, missing, versions
 from reporting import report
 from starting import HERE, LOOPBACK, run_workers
-from task import SIZES, Task
+from task import SIZES
 
 PHASES = ("tune", "quality", "pace", "overlap", "draws", "scaling")
 WORKERS = 4
@@ -155,7 +155,7 @@ class Bench:
 
     def _draws(self) -> dict:
         workers, every, p, gradient_s = 8, 64, 0.1, 0.01
-        rounds = 5 if self.args.tiny else 60
+        rounds = 5 if self.args.tiny else 40
         result: dict = {"workers": workers, "sync_every": every, "mix_prob": p}
         result |= {"gradient_s": gradient_s, "rounds": rounds}
         for draws in ("balanced", "independent"):
@@ -170,7 +170,7 @@ class Bench:
         result["theory_share"] = (most - every * (1 - p)) / (every * (1 - p))
         saved = result["independent"]["waiting_s"] - result["balanced"]["waiting_s"]
         result["measured_share"] = saved / result["balanced"]["round_s"]
-        return result | {"losses": draw_losses(self.args.tiny)}
+        return result
 
     # -- scaling ---------------------------------------------------------------------------------
 
@@ -254,53 +254,6 @@ def expected_maximum(workers: int, steps: int, share: float) -> float:
     chances = [comb(steps, n) * share**n * (1 - share) ** (steps - n) for n in range(steps + 1)]
     below = [sum(chances[: n + 1]) for n in range(steps + 1)]
     return sum(1 - each**workers for each in below[:-1])
-
-
-def draw_losses(tiny: bool) -> dict[str, list[float]]:
-    """Final losses of both kinds of draws over three seeds, 8 simulated workers, a small model."""
-    import palsgd
-
-    steps = 64 if tiny else 1280
-    size = dataclasses.replace(SIZES["tiny"], layers=2, batch=2, warmup=32)
-    task = Task(size, steps)
-
-    def method(draws: str, seed: int, model):
-        from torch.optim.lr_scheduler import LambdaLR
-
-        return palsgd.PALSGD(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=size.lr),
-            sync_every=64,
-            mix_prob=0.1,
-            mix_rate=1.0,
-            outer=palsgd.nesterov(0.7, 0.5),
-            draws=draws,
-            seed=seed,
-            max_norm=1.0,
-            scheduler=lambda opt: LambdaLR(opt, task.lr_factor),
-        )
-
-    def stories(seed: int, worker: int):
-        at = Task(size, steps)
-        at.seed = seed
-        for index in range(steps):
-            yield at.batch(worker=worker, workers=8, size=size.batch, index=index)
-
-    kinds, seeds = ("balanced", "independent"), (1, 2, 3)
-    results = palsgd.simulate_many(
-        [
-            {"method": partial(method, draws, seed), "data": partial(stories, seed), "seed": seed}
-            for draws in kinds
-            for seed in seeds
-        ],
-        workers=8,
-        steps=steps,
-        model=task.model,
-        loss=lambda model, batch: model(*batch),
-        progress=False,
-    )
-    losses = [task.score(task.totals(result.model))[0] for result in results]
-    return {draws: losses[3 * i : 3 * i + 3] for i, draws in enumerate(kinds)}
 
 
 def fitted(seconds: dict[int, float]) -> dict:

@@ -142,17 +142,12 @@ def about_draws(draws: dict | None) -> list[list[str]]:
         return []
     if error := failed(draws):
         return [["draws", error, ""]]
-    losses = "; ".join(
-        f"{kind} {', '.join(f'{loss:.4f}' for loss in each)}"
-        for kind, each in draws["losses"].items()
-    )
     return [
         [
             "waiting that balanced draws save, of a round",
             f"{100 * draws['measured_share']:.1f}%",
             f"{100 * draws['theory_share']:.1f}% by theory",
         ],
-        ["their losses over three seeds", losses, "no difference beyond seeds"],
     ]
 
 

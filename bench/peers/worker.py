@@ -29,11 +29,12 @@ def quality(order: dict, task: Task) -> dict:
     worker = dist.get_rank()
     before = peak_bytes()
     trainee = build(order, task)
-    curve, start, evaluating = [], time.perf_counter(), 0.0
+    curve, memory, start, evaluating = [], 0, time.perf_counter(), 0.0
     while trainee.clock < task.steps:
         trainee.step(worker)
         if trainee.round_ended() and 2 * trainee.clock >= task.steps:
-            memory, paused = peak_bytes(), time.perf_counter()
+            memory = memory or peak_bytes()  # before the first evaluation, which takes more
+            paused = time.perf_counter()
             curve.append((trainee.clock, held_out_loss(trainee, task)))
             evaluating += time.perf_counter() - paused
     elapsed = time.perf_counter() - start - evaluating
