@@ -118,7 +118,7 @@ class Cluster:
             self.node_latency, self.all_reduce,
         )  # fmt: skip
 
-    def compute(self, rng: np.random.Generator) -> Compute:
+    def compute(self, rng: "np.random.Generator") -> Compute:
         return Compute(
             workers=self.workers, mean=self.step, spread=self.spread, cv=self.cv, tail=self.tail,
             straggler=self.straggler, rng=rng,

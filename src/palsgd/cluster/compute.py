@@ -24,7 +24,7 @@ class Compute:
         cv: float,
         tail: float,
         straggler: float,
-        rng: np.random.Generator,
+        rng: "np.random.Generator",
     ):
         self.workers, self.mean, self.straggler = workers, mean, straggler
         self._spread, self._rng, self._tail = spread, rng, tail

@@ -27,7 +27,7 @@ class Drawn:
         sync_every: int,
         mix_prob: float,
         draws: str,
-        rng: np.random.Generator,
+        rng: "np.random.Generator",
     ):
         self._workers, self._H, self._p, self._draws = workers, sync_every, mix_prob, draws
         self._rng, self._round = rng, -1

@@ -213,5 +213,5 @@ class _Buckets:
         return float((self._from_here - seconds * self._before_end).max())
 
 
-def _seeds(seed: int) -> list[np.random.SeedSequence]:
+def _seeds(seed: int) -> "list[np.random.SeedSequence]":
     return np.random.SeedSequence(seed).spawn(2)

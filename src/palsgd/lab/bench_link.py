@@ -64,9 +64,8 @@ def with_defaults(changes: list[str]) -> list[str]:
     return [each for each in DEFAULTS if not (epochs and each.startswith("steps="))] + changes
 
 
-def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Options) -> Record:
-    """Run them all, write their folders and DIR/link.json, and return what that holds. Where links
-    cannot be emulated the runs are done over loopback, and the times are projections."""
+def check(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
+    """Refuse what cannot be run, before anything is."""
     for settings in runs.values():
         check_mixing(settings)
     check_device(options.device)
@@ -74,6 +73,12 @@ def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Option
         raise ValueError(
             f"{out} exists and is not empty; add --force to start over, or choose another --out"
         )
+
+
+def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Options) -> Record:
+    """Run them all, write their folders and DIR/link.json, and return what that holds. Where links
+    cannot be emulated the runs are done over loopback, and the times are projections."""
+    check(runs, out, options)
     first = next(iter(runs.values()))
     load(first.workload, data=options.data, seed=first.seed, download=options.download)
     out.mkdir(parents=True, exist_ok=True)

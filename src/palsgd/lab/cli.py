@@ -480,6 +480,7 @@ def link(
     runs = {name: settings.changed({"method": name}) for name in _names(methods)}
     out = out or _new_folder(f"{recipe}-link")
     options = Options(data=data, download=download, device=device, force=force, quiet=quiet)
+    bench_link.check(runs, out, options)
     if reason := unavailable():
         typer.echo(f"{reason}. Times are projected from a run over loopback instead.", err=True)
     try:
