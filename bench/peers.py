@@ -114,7 +114,7 @@ class Bench:
         length = every if contender.local else min(every, DDP_ROUND.get(rate, 12))
         rounds = self.args.rounds * max(1, self.size.sync_every // every)
         order |= {
-            "steps": length * (rounds + 1),
+            "steps": length * (rounds + 2),  # the last syncs of a run hide behind nothing
             "round_steps": length,
             "rounds": rounds,
             "bare_steps": 4 if self.args.tiny else 32,

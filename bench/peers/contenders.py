@@ -43,7 +43,7 @@ CONTENDERS = {
         label="torch DDP, PowerSGD hook",
         adapter="torch_own.TorchDDP",
         settings={"hook": "powersgd", "rank": 4},
-        grid=[{"rank": rank} for rank in (1, 4)],
+        grid=[{"rank": rank} for rank in (4, 16)],
         local=False,
     ),
     "post-local": Contender(
@@ -72,7 +72,7 @@ CONTENDERS = {
     "diloco": _ours("palsgd DiLoCo", "DiLoCo", _OUTER, outer=[1.0, 0.5]),
     "palsgd": _ours("PALSGD", "PALSGD", _OUTER, **_PALSGD),
     "palsgd-int8": _ours(
-        "PALSGD, int8, overlap", "PALSGD", **_PALSGD, compress="int8", delay=32
+        "PALSGD, int8, overlap", "PALSGD", **_PALSGD, compress="int8", delay=40
     ),
     "palsgd-int4": _ours(
         "PALSGD, int4, overlap", "PALSGD", **_PALSGD, compress="int4", delay=24

@@ -82,6 +82,8 @@ def pace(order: dict, task: Task) -> dict:
             gradients.append(trainee.gradient_steps - counted)
     dist.barrier()
     sent = bytes_sent() - sent
+    while trainee.clock < task.steps:  # to the end, where nothing is under way any more
+        trainee.step(worker)
     bare += time_steps(alone, worker, order["bare_steps"])
     trainee.close()
     return {
