@@ -43,7 +43,9 @@ from contenders import CONTENDERS, Contender
 from installing import install, missing, versions
 from reporting import report
 from starting import HERE, LOOPBACK, run_workers
-from task import SIZES
+from task import SEED, SIZES
+
+import palsgd
 
 PHASES = ("tune", "quality", "pace", "overlap", "draws", "scaling")
 WORKERS = 4
@@ -51,7 +53,8 @@ EXOGYM = "exogym"
 # DDP's step over 10 Mbit/s takes 5 s: a handful of them must do
 DDP_ROUND = {"10mbit": 3}
 OVERLAP = ("palsgd-int8", "palsgd-int4")
-OVERLAP_H, OVERLAP_DELAY, OVERLAP_RATE = 16, 12, "100mbit"
+OVERLAP_H, OVERLAP_DELAY, OVERLAP_RATE = 16, 8, "100mbit"
+PAUSE_S = 0.04  # about a gradient step of the full size, four workers on two cores
 
 
 class Bench:
@@ -101,16 +104,25 @@ class Bench:
                 self._keep(tried(partial(self._exogym, steps)), "pace", rate, EXOGYM)
 
     def overlap(self) -> None:
+        """Once as it is, all workers on this machine's cores, and once with a wait in the place of
+        each gradient: then nothing but the link can be in the way."""
         for name, contender in self._runnable("overlap"):
-            if name in OVERLAP:
-                change = {"delay": OVERLAP_DELAY}
-                found = tried(partial(self._pace, contender, OVERLAP_RATE, OVERLAP_H, change))
-                self._keep(found, "overlap", name)
+            for kind, pause_s in (("computing", 0.0), ("waiting", PAUSE_S)):
+                if name in OVERLAP:
+                    pace = partial(
+                        self._pace, contender, OVERLAP_RATE, OVERLAP_H, {"delay": OVERLAP_DELAY}
+                    )
+                    self._keep(tried(partial(pace, pause_s=pause_s)), "overlap", kind, name)
 
     def _pace(
-        self, contender: Contender, rate: str, every: int, change: dict | None = None
+        self,
+        contender: Contender,
+        rate: str,
+        every: int,
+        change: dict | None = None,
+        pause_s: float = 0.0,
     ) -> dict:
-        order = self._order(contender, every, change) | {"mode": "pace"}
+        order = self._order(contender, every, change) | {"mode": "pace", "pause_s": pause_s}
         length = every if contender.local else min(every, DDP_ROUND.get(rate, 12))
         rounds = self.args.rounds * max(1, self.size.sync_every // every)
         order |= {
@@ -168,6 +180,7 @@ class Bench:
         most = expected_maximum(workers, every, 1 - p)
         result["expected_excess_steps"] = most - every * (1 - p)
         result["theory_share"] = (most - every * (1 - p)) / (every * (1 - p))
+        result["drawn_share"] = drawn_excess(workers, every, p, rounds) / (every * (1 - p))
         saved = result["independent"]["waiting_s"] - result["balanced"]["waiting_s"]
         result["measured_share"] = saved / result["balanced"]["round_s"]
         return result
@@ -256,6 +269,16 @@ def expected_maximum(workers: int, steps: int, share: float) -> float:
     return sum(1 - each**workers for each in below[:-1])
 
 
+def drawn_excess(workers: int, every: int, mix_prob: float, rounds: int) -> float:
+    """The most gradient steps of a round less their mean, in the rounds that draws.py timed."""
+    plans = partial(palsgd.round_plan, sync_every=every, mix_prob=mix_prob, draws="independent")
+    taken = [
+        [every - sum(plans(seed=SEED, worker=worker, round=n)) for worker in range(workers)]
+        for n in range(1, rounds - 1)
+    ]
+    return statistics.fmean(max(each) - statistics.fmean(each) for each in taken)
+
+
 def fitted(seconds: dict[int, float]) -> dict:
     """A ring's two costs from the syncs measured: one of the bytes, 2 (K - 1) / K of them sent by
     each worker, one of each of its 2 (K - 1) hops; and what they give for more workers."""
@@ -264,9 +287,10 @@ def fitted(seconds: dict[int, float]) -> dict:
     def terms(workers: int) -> list[float]:
         return [2 * (workers - 1) / workers, 2 * (workers - 1)]
 
-    costs, *_ = np.linalg.lstsq(
-        np.array([terms(k) for k in seconds]), np.array(list(seconds.values())), rcond=None
-    )
+    table, measured = np.array([terms(k) for k in seconds]), np.array(list(seconds.values()))
+    costs, *_ = np.linalg.lstsq(table, measured, rcond=None)
+    if costs[1] < 0:  # hops too short to be seen
+        costs = np.array([table[:, 0] @ measured / (table[:, 0] @ table[:, 0]), 0.0])
     model = {k: float(np.dot(terms(k), costs)) for k in (2, 4, 8, 16, 64, 256, 1024)}
     return {
         "model_s": float(costs[0]),

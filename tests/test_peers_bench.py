@@ -60,6 +60,13 @@ def test_fitted_ring_finds_the_costs_it_was_made_of(bench):
     assert found["modelled"]["1024"] == pytest.approx(2 * 1023 / 1024 * 0.3 + 2 * 1023 * 0.002)
 
 
+def test_fitted_ring_never_gains_by_more_hops(bench):
+    faster = {2: 0.30, 4: 0.44, 8: 0.50}  # less than a ring's bytes alone would cost
+    found = bench.fitted(faster)
+    assert found["hop_s"] == 0
+    assert found["modelled"]["8"] < found["modelled"]["1024"] < 2 * found["model_s"]
+
+
 def test_time_to_target_is_the_steps_of_one_run_times_the_pace_of_another(bench):
     from reporting import faster_than_ddp, figures, time_to_target
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from task import SEED
 from torch import nn
 
 import palsgd
@@ -30,7 +31,7 @@ def main() -> None:
         mix_prob=order["mix_prob"],
         mix_rate=0.1,
         draws=order["draws"],
-        seed=2023,
+        seed=SEED,
     )
     steps, start = order["rounds"] * order["sync_every"], time.perf_counter()
     for _ in palsgd.until([None], opt, steps=steps):

@@ -47,9 +47,10 @@ SIZES = {
 class Task(Stories):
     """Equal first weights, and equal batches for equal worker and step, whoever trains."""
 
-    def __init__(self, size: Size, steps: int):
+    def __init__(self, size: Size, steps: int, pause_s: float = 0.0):
         super().__init__(seed=SEED)
         self.size, self.steps = size, steps
+        self.pause_s = pause_s  # where not 0: how long to wait instead of computing a gradient
 
     def model(self) -> nn.Module:
         torch.manual_seed(SEED)

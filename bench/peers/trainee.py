@@ -1,5 +1,6 @@
 """What all contenders share: the loop's body, the inner optimizer, the schedule."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,11 +27,19 @@ class Trainee:
         self.scheduler = LambdaLR(self.inner, self.task.lr_factor)
 
     def step(self, worker: int) -> None:
-        batch = self.task.next_batch(worker, self.gradient_steps)
-        self.model(*batch).backward()
+        if self.task.pause_s:
+            self.pause()
+        else:
+            self.model(*self.task.next_batch(worker, self.gradient_steps)).backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
         self.step_all()
         self.inner.zero_grad()
+
+    def pause(self) -> None:
+        """As if an accelerator computed the gradient, which leaves the cores to the others."""
+        time.sleep(self.task.pause_s)
+        for p in self.net.parameters():
+            p.grad = torch.full_like(p, 1e-3)
 
     def step_all(self) -> None:
         self.inner.step()

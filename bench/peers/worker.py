@@ -124,7 +124,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     gc.disable()  # a collection in one worker would be waited for by all
-    task = Task(SIZES[order["size"]], order["steps"])
+    task = Task(SIZES[order["size"]], order["steps"], order.get("pause_s", 0.0))
     found = {"quality": quality, "pace": pace}[order["mode"]](order, task)
     Path(order["out"], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
