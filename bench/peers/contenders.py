@@ -29,7 +29,7 @@ def _ours(label: str, method: str, grid: list | None = None, **settings: Any) ->
 
 
 _OUTER = [{"outer": [lr, momentum]} for lr, momentum in ((0.7, 0.9), (0.7, 0.5), (1.0, 0.5))]
-_PALSGD = dict(mix_prob=0.1, mix_rate=1.0, outer=[1.0, 0.5])
+_PALSGD = dict(mix_prob=0.1, mix_rate=1.0, outer=[0.7, 0.5])
 
 CONTENDERS = {
     "ddp": Contender(label="torch DDP", adapter="torch_own.TorchDDP", local=False),
@@ -42,7 +42,7 @@ CONTENDERS = {
     "ddp-powersgd": Contender(
         label="torch DDP, PowerSGD hook",
         adapter="torch_own.TorchDDP",
-        settings={"hook": "powersgd", "rank": 4},
+        settings={"hook": "powersgd", "rank": 16},
         grid=[{"rank": rank} for rank in (4, 16)],
         local=False,
     ),
@@ -64,7 +64,7 @@ CONTENDERS = {
     "torchft-fragments": Contender(
         label="torchft DiLoCo, 2 fragments",
         adapter="torchft_diloco.TorchftDiLoCo",
-        settings={"outer": [1.0, 0.5], "fragments": 2, "delay": 16, "alpha": 0.5},
+        settings={"outer": [1.0, 0.5], "fragments": 2, "delay": 16, "alpha": 0.0},
         grid=[{"alpha": alpha} for alpha in (0.0, 0.5)],
         package="torchft",
     ),
