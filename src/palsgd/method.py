@@ -1,50 +1,224 @@
-"""The contract of a method: what a round looks like, what happens between gradient steps,
-what a sync does with the mean."""
+"""The contract of a method: everything that one low-communication method may state.
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+A method is one file in `palsgd/methods`. It overrides the slots in which it differs from Local SGD,
+which is what the defaults say. Its rules work on lists of tensors, elementwise, so the same file
+runs for one worker, for K stacked workers (tensors with a leading worker axis) and on shards. A
+method never sees a message, a process or a device.
+"""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from palsgd.replica import Replica
+    from palsgd.tensors import Reduced, WorkerTensors
+
+Rate = Any  # a float, or a float64 tensor on the CPU with one entry per stacked worker
+Rates = Sequence[Rate]  # one for each parameter group
+
+
+class Scalar(NamedTuple):
+    """An entry of `local_state` or `global_state` that is a number, not tensors like the model."""
+
+    name: str
+    initial: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What all workers know alike when a round begins."""
+
+    sync_every: int  # as given to the constructor, or chosen by an interval rule
+    workers: int = 1
+    seed: int = 0
+    draws: str = "balanced"
+    stops: tuple[int, ...] = ()  # offsets within the round at which workers meet
+    rates: tuple[float, ...] = ()  # the learning rates of the parameter groups
+    initial_rates: tuple[float, ...] = ()  # each group's `initial_lr`, or its lr when built
+    scalars: Mapping[str, float] = field(default_factory=dict)  # reduced, of the last sync
+
+
+@dataclass(frozen=True)
+class Part:
+    """One list of tensors that travels at a sync, shaped like the model."""
+
+    name: str
+    tensors: Sequence[Tensor] | None = None  # None: the displacement, anchor minus local model
+    reduction: str = "mean"  # "mean", "weighted" (by `Payload.weight`) or "gather"
+    coded: bool = True  # may compress= apply to it?
+    every: int = 1  # it travels with every so many rounds
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a worker sends at a sync. Scalars are reduced to their mean."""
+
+    parts: tuple[Part, ...] = (Part("model"),)
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    weight: Any = 1.0  # of this worker, in parts whose reduction is "weighted"
+
+
+REDUCTIONS = ("mean", "weighted", "gather")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """As it stands, the plainest answers: H gradient steps, nothing between, one outer step.
+    """The rules of a method. As it stands: Local SGD with whatever outer optimizer is given.
 
-    A new method overrides what it does differently, in a file of its own, and gets a row in
-    the table of tests/test_every_method.py. It never sees a message or a process.
+    Subclasses are frozen dataclasses whose fields are the method's own settings; `sync_every`,
+    `warmup_steps`, `seed` and `draws` belong to the optimizer that is built from it. In the slots
+    `w` offers (see `palsgd.tensors.WorkerTensors`):
+
+    - `w.local`, `w.anchor`, `w.grad`: lists of tensors, the same tensor at the same index;
+    - each name in `local_state` and `global_state` as an attribute (`w.control`);
+    - `w.inner[name]`: the inner optimizer's tensors of that name;
+    - `w.groups`: the indices of the tensors of each parameter group;
+    - `w.gradient_steps` and `w.rate_sums`: what the worker did since this part's last sync.
+
+    Example:
+        >>> import torch, palsgd
+        >>> class Halfway(palsgd.Method):
+        ...     "The local model goes half of the way to the anchor at a sync."
+        ...     def restart(self, w):
+        ...         torch._foreach_lerp_(w.local, w.anchor, 0.5)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.LocalOptimizer(
+        ...     model, inner, method=Halfway(), sync_every=4, transport=palsgd.Alone()
+        ... )
     """
 
-    sync_every: int
-    warmup_steps: float = 0  # steps of plain DDP before the first round; math.inf: never a round
+    local_state: ClassVar[tuple[str | Scalar, ...]] = ()  # each worker's own; saved and resumed
+    global_state: ClassVar[tuple[str | Scalar, ...]] = ()  # equal on all workers; saved, compared
+    refuses: ClassVar[Mapping[str, str]] = {}  # option of the optimizer -> why it means nothing
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                raise ValueError(f"{cls.__name__}.{old} is of palsgd 0.1; {new}")
+
+    # -- rounds --------------------------------------------------------------------------------
+
+    def length(self, round: int, facts: Facts) -> int:
+        """The number of steps of a round, H, from facts that all workers share."""
+        return facts.sync_every
+
+    def plan(self, worker: int, round: int, length: int, facts: Facts) -> list[bool]:
+        """The steps of a round: True where a step needs no data, False for a gradient step.
+
+        Steps without data pull the local model towards the anchor, or rest: where the two are
+        equal, at the head of a round, they are counted but not run.
+        """
+        return [False] * length
 
     @property
     def gradient_share(self) -> float:
-        """The share of a round's steps that use a gradient; their lr is divided by it."""
+        """The share of the steps that take a gradient; their learning rate is divided by it."""
         return 1.0
 
-    def plan(self, *, worker: int, round: int) -> list[bool]:
-        """The steps of a round: True where a step needs no data, False for a gradient step."""
-        return [False] * self.sync_every
+    def check(self, rates: Sequence[float]) -> None:
+        """Raise a ValueError for learning rates this method cannot work with."""
 
-    def check(self, replica: "Replica") -> None:
-        """Refuse, with a ValueError, learning rates this method cannot work with."""
+    # -- between syncs -------------------------------------------------------------------------
 
-    def local_rule(
-        self, replica: "Replica", rates: list[list[float]]
-    ) -> tuple[float, float] | None:
-        """Change the local model after a gradient step and the data-free steps that follow it.
+    def before_gradient(self, w: "WorkerTensors") -> None:
+        """Change `w.grad` before the inner step. Lists hold the tensors that have a gradient."""
 
-        `rates[i][g]` is the learning rate of parameter group g at the i-th of those steps; the
-        list is empty when another gradient step follows at once. Returns the range of the
-        mixing weights used, for the ledger, or None.
+    def after_gradient(
+        self, w: "WorkerTensors", rate: Rates | None, mixing: Sequence[Rates]
+    ) -> tuple[Rate, Rate] | None:
+        """Change `w.local` after a gradient step and the steps without data that follow it.
+
+        `rate` has the learning rates of the gradient step, undivided; it is None where no gradient
+        step precedes (a run of such steps that a sync has cut). `mixing` has one row of rates per
+        step without data. Returns the range of the mixing weights, for the ledger, or None.
         """
         return None
 
-    def global_rule(self, outer: Optimizer) -> None:
-        """Update the anchor, whose tensors are `outer`'s parameters and carry the mean outer
-        gradient as their `.grad`."""
+    # -- a sync --------------------------------------------------------------------------------
+
+    def payload(self, w: "WorkerTensors") -> Payload:
+        """What travels at a sync; by default the displacement of the local model, as "model"."""
+        return Payload()
+
+    def apply(self, w: "WorkerTensors", reduced: "Reduced", outer: Optimizer) -> None:
+        """Set `w.anchor` and the states from what came back.
+
+        `reduced["model"]` is the mean displacement; `outer`'s parameters are the anchor's tensors
+        and carry it as their gradient, so that the default is one outer step. `w.local` is the
+        local model as it was sent.
+        """
         outer.step()
+
+    def restart(self, w: "WorkerTensors") -> None:
+        """Set `w.local` after a sync. The default is the library's: the anchor, plus what the
+        local model has gained meanwhile where a sync is delayed. An override refuses `delay`."""
+        raise NotImplementedError("the library does this unless a method overrides it")
+
+    def join(self, w: "WorkerTensors") -> None:
+        """Set the local states of a worker that comes back to the others: one that was left out
+        of a sync. Its local model is the anchor already, its local states are zero."""
+
+    # -- other means than one over all ---------------------------------------------------------
+
+    def weights(self, worker: int, round: int) -> Mapping[int, float] | None:
+        """The weights of the workers whose payloads this one adds up; None: the mean over all."""
+        return None
+
+    def global_model(self, w: "WorkerTensors") -> Sequence[Tensor] | None:
+        """Tensors whose mean over the workers is the model to evaluate and save, which costs a
+        message, so that all workers call for it. None: the anchor, which all have."""
+        return None
+
+    # -- what the library asks -----------------------------------------------------------------
+
+    def overrides(self, slot: str) -> bool:
+        """Does this method state something of its own there?"""
+        return getattr(type(self), slot) is not getattr(Method, slot)
+
+    @property
+    def shares_anchor(self) -> bool:
+        """Do all workers hold the same anchor, so that it can be compared at every sync?"""
+        return not (self.overrides("weights") or self.overrides("global_model"))
+
+    @property
+    def varies_length(self) -> bool:
+        return self.overrides("length")
+
+    def settings(self) -> dict[str, Any]:
+        """Its own settings, for comparisons between workers and with saved states."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def refusals(self) -> dict[str, str]:
+        """Options of the optimizer that mean nothing here, each with the reason."""
+        found = dict(self.refuses)
+        if self.overrides("restart"):
+            found.setdefault("delay", "the method says itself where the local model goes on")
+        if self.varies_length:
+            found.setdefault("delay", "rounds of varying length may end before a sync arrives")
+            found.setdefault("fragments", "rounds of varying length have no fixed places for them")
+        if self.overrides("weights"):
+            found.setdefault("compress", "codes are averaged over all workers, not over some")
+            found.setdefault("delay", "every worker's own mean would arrive late")
+        return found
+
+
+def state_names(entries: Sequence[str | Scalar]) -> list[str]:
+    """The names of the states that are tensors like the model."""
+    return [entry for entry in entries if isinstance(entry, str)]
+
+
+def state_scalars(entries: Sequence[str | Scalar]) -> dict[str, float]:
+    """The states that are numbers, with their initial values."""
+    return {entry.name: entry.initial for entry in entries if isinstance(entry, Scalar)}
+
+
+_RENAMED = {
+    "local_rule": "write after_gradient(w, rate, mixing) instead",
+    "global_rule": "write apply(w, reduced, outer) instead",
+}

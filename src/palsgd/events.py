@@ -1,0 +1,97 @@
+"""What happens to an optimizer, told to anybody who listens.
+
+`opt.on(palsgd.events.Synced, listener)` has `listener(event)` called after every sync. Any number
+of listeners may be registered; each gets a handle to remove it again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to one worker."""
+
+    worker: int
+    clock: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaged(Event):
+    """A step of the warm-up: gradients were averaged, and the step was taken."""
+
+    bytes_sent: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Event):
+    """Steps without data in a row, which ended at this clock."""
+
+    steps: int
+    weight_min: float  # of one of these steps
+    weight_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent(Event):
+    """A fragment was sent; training goes on while it travels."""
+
+    round: int
+    fragment: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synced(Event):
+    """A fragment of the global model is new."""
+
+    round: int
+    fragment: int
+    bytes_sent: int
+    distance: float  # of the local model, as it was sent, to the anchor
+    contributors: int  # workers whose model is in the mean
+    completes: bool  # nothing more is exchanged at this clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalChosen(Event):
+    """`sync_every="auto"` has settled on an H."""
+
+    sync_every: int
+    sync_s: float
+    step_s: float
+
+
+class Handle:
+    """Takes a listener away again."""
+
+    def __init__(self, listeners: list[Callable[[Any], None]], listener: Callable[[Any], None]):
+        self._listeners, self._listener = listeners, listener
+
+    def remove(self) -> None:
+        if self._listener in self._listeners:
+            self._listeners.remove(self._listener)
+
+
+class Listeners:
+    """Who wants to hear of what."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[type[Event], list[Callable[[Any], None]]] = {}
+
+    def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
+        if not (isinstance(kind, type) and issubclass(kind, Event)):
+            raise ValueError(f"{kind!r} is no event; use for instance palsgd.events.Synced")
+        if not callable(listener):
+            raise ValueError(f"listener={listener!r} must be a function of the event")
+        listeners = self._by_kind.setdefault(kind, [])
+        listeners.append(listener)
+        return Handle(listeners, listener)
+
+    def wanted(self, kind: type[Event]) -> bool:
+        return bool(self._by_kind.get(kind))
+
+    def tell(self, event: Event) -> None:
+        for kind in type(event).__mro__:
+            for listener in list(self._by_kind.get(kind, ())):
+                listener(event)

@@ -1,0 +1,280 @@
+"""When things happen: the rounds, the steps that need a gradient, and what is due after a step.
+
+Everything here is a pure function of the settings and of facts about finished rounds. The worker,
+both simulators, the cluster model, forecasts and evaluation rules all ask this module.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from palsgd.checks import check_choice, check_int, check_mix_prob
+
+DRAWS = ("balanced", "independent", "shared")
+
+
+def round_plan(
+    *,
+    seed: int,
+    worker: int,
+    round: int,
+    sync_every: int,
+    mix_prob: float,
+    draws: str,
+    stops: Sequence[int] = (),
+    speeds: Sequence[float] | None = None,
+) -> list[bool]:
+    """The steps of one round, in order: True for a mixing step, False for a gradient step.
+
+    The coins come from a counter-based generator keyed by the arguments alone, so nothing has
+    to be saved to resume, and any process can read any other worker's future.
+
+    Args:
+        seed: the run's seed.
+        worker: which worker, from 0.
+        round: which round, from 0.
+        sync_every: the number of steps of the round, H.
+        mix_prob: the probability p of a mixing step.
+        draws: "balanced", "independent" or "shared".
+        stops: offsets 0 < s < H at which workers meet within the round. With balanced draws all
+            workers take equally many gradients between two of them.
+        speeds: for draws that depend on measured speeds; these three do not.
+
+    Raises:
+        ValueError: an argument is out of its range; the message names the range.
+
+    Example:
+        >>> import palsgd
+        >>> palsgd.round_plan(
+        ...     seed=0, worker=1, round=0, sync_every=4, mix_prob=0.0, draws="balanced"
+        ... )
+        [False, False, False, False]
+    """
+    seed, worker = check_int("seed", seed), check_int("worker", worker)
+    round, steps = check_int("round", round), check_int("sync_every", sync_every, least=1)
+    check_mix_prob(mix_prob)
+    check_choice("draws", draws, DRAWS)
+    if speeds is not None:
+        raise ValueError(f"speeds={speeds!r} has no effect with draws={draws!r}; leave it out")
+    bounds = _bounds(tuple(stops), steps)
+    if mix_prob == 0:
+        return [False] * steps
+    everyone, own = (round, 0), (round, 1 + worker)
+    if draws == "independent":
+        return _coins(seed, own, steps, mix_prob).tolist()
+    common = _coins(seed, everyone, steps, mix_prob)
+    if draws == "shared":
+        return common.tolist()
+    # Balanced. In a stretch of L steps `common` holds L i.i.d. coins, so their sum is
+    # Binomial(L, p). Given the sum, the places of the heads among L i.i.d. coins are a uniform
+    # subset; each worker draws that subset for itself (the ranks of L uniforms). One worker alone
+    # therefore still sees i.i.d. Bernoulli(p) coins, while all workers share the number of mixing
+    # steps in every stretch.
+    mixing, uniforms = np.zeros(steps, dtype=bool), _uniforms(seed, own, steps)
+    for start, stop in bounds:
+        places = np.argsort(uniforms[start:stop], kind="stable")[: common[start:stop].sum()]
+        mixing[start + places] = True
+    return mixing.tolist()
+
+
+def _bounds(stops: tuple[int, ...], steps: int) -> list[tuple[int, int]]:
+    """The stretches between the stops of a round."""
+    edges = [0, *stops, steps]
+    if any(high <= low for low, high in zip(edges, edges[1:], strict=False)):
+        raise ValueError(f"stops={stops!r} must rise strictly between 0 and sync_every={steps}")
+    return list(zip(edges, edges[1:], strict=False))
+
+
+def _uniforms(seed: int, stream: tuple[int, int], count: int) -> np.ndarray:
+    # Raw 64-bit words turned into doubles by hand: the words are fixed by the Philox
+    # specification, so hosts with other numpy releases draw the same plan.
+    words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)).random_raw(count)
+    return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _coins(seed: int, stream: tuple[int, int], count: int, probability: float) -> np.ndarray:
+    return _uniforms(seed, stream, count) < probability
+
+
+class Due(NamedTuple):
+    """What follows a step: "average" (gradients, in the warm-up), "send", "apply", or "sync",
+    which is both at once."""
+
+    kind: str
+    fragment: int = 0
+
+
+class Span(NamedTuple):
+    """Rounds of one length, one after another."""
+
+    start: int  # the clock at which the first of them begins
+    round: int  # the number of the first of them
+    length: int  # steps of each, H
+    delay: int  # steps between sending and applying
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Rounds of H steps after a warm-up, in each of which every fragment is synced once.
+
+    Clocks count finished steps: what is due at clock c follows the step that ends there.
+    """
+
+    spans: tuple[Span, ...]
+    warmup: float = 0  # steps of plain DDP before the first round; infinity: DDP throughout
+    fragments: int = 1
+    end: int | None = None  # the clock at which training ends and nothing is left behind
+    settled: bool = True  # the last span goes on for ever; otherwise it has one round
+
+    @classmethod
+    def fixed(
+        cls,
+        *,
+        sync_every: int,
+        warmup: float = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        end: int | None = None,
+        settled: bool = True,
+    ) -> "Schedule":
+        first = 0 if warmup == float("inf") else int(warmup)
+        span = Span(first, 0, sync_every, delay)
+        return cls(spans=(span,), warmup=warmup, fragments=fragments, end=end, settled=settled)
+
+    # -- rounds --------------------------------------------------------------------------------
+
+    def warms_up(self, clock: int) -> bool:
+        """Is the step that begins at this clock one of the warm-up?"""
+        return clock < self.warmup
+
+    def span(self, clock: int) -> Span:
+        """The span of the step that begins at this clock."""
+        if len(self.spans) == 1:
+            return self.spans[0]
+        return self.spans[max(0, bisect_right(self.spans, clock, key=lambda s: s.start) - 1)]
+
+    def place(self, clock: int) -> tuple[int, int]:
+        """Round and offset within it of the step that begins at this clock."""
+        span = self.span(clock)
+        rounds, offset = divmod(clock - span.start, span.length)
+        return span.round + rounds, offset
+
+    def round_of(self, clock: int) -> int:
+        return self.place(clock)[0]
+
+    def round_start(self, clock: int) -> int:
+        """The clock at which the round of the step that begins here began."""
+        return clock - self.place(clock)[1]
+
+    def length(self, clock: int) -> int:
+        """H of the round of the step that begins at this clock."""
+        return self.span(clock).length
+
+    def with_end(self, end: int | None) -> "Schedule":
+        return replace(self, end=end)
+
+    def restarted(self, clock: int, *, length: int, delay: int, settled: bool = True) -> "Schedule":
+        """From this clock, at which a round ends, rounds have another length."""
+        span = Span(clock, self.round_of(clock - 1) + 1, length, delay)
+        kept = tuple(s for s in self.spans if s.start < clock)[-8:]  # older ones are over
+        return replace(self, spans=(*kept, span), settled=settled)
+
+    # -- stops ---------------------------------------------------------------------------------
+
+    def offsets(self, length: int) -> tuple[int, ...]:
+        """The steps of a round after which its fragments are sent, in order."""
+        return _offsets(length, self.fragments)
+
+    def stops(self, clock: int) -> tuple[int, ...]:
+        """Offsets 0 < s < H at which something is sent or applied in a round like this one."""
+        span = self.span(clock)
+        return _stops(span.length, self.fragments, span.delay)
+
+    def sends(self, clock: int) -> list[int]:
+        """The fragments whose place in their round this clock is."""
+        if clock <= self.warmup:
+            return []
+        span = self.span(clock - 1)
+        offset = (clock - 1 - span.start) % span.length + 1
+        return [f for f, at in enumerate(self.offsets(span.length)) if at == offset]
+
+    def lands(self, clock: int) -> list[int]:
+        """The fragments that were sent a delay ago, and not with the end of training."""
+        delays = {span.delay for span in self.spans if span.delay}
+        return [
+            fragment
+            for delay in delays
+            if clock - delay > self.warmup and self.span(clock - delay - 1).delay == delay
+            for fragment in self.sends(clock - delay)
+        ]
+
+    def due(self, clock: int) -> list[Due]:
+        """What follows the step that ends at this clock."""
+        if 0 < clock <= self.warmup:
+            return [Due("average")]
+        if clock <= self.warmup:
+            return []
+        if clock == self.end:
+            return self._due_at_end(clock)
+        landing = [Due("apply", f) for f in self.lands(clock)]
+        kind = "send" if self.span(clock - 1).delay else "sync"
+        return landing + [Due(kind, f) for f in self.sends(clock)]
+
+    def _due_at_end(self, clock: int) -> list[Due]:
+        """Nothing is left behind: what is under way is applied, then every fragment is synced."""
+        delay = self.span(clock - 1).delay
+        sent = [f for before in range(clock - delay, clock) for f in self.sends(before)]
+        return [Due("apply", f) for f in sent] + [Due("sync", f) for f in range(self.fragments)]
+
+    def next_due(self, clock: int) -> int:
+        """The next clock after this one at which something is due."""
+        if clock < self.warmup:
+            return clock + 1
+        span, start = self.span(clock), self.round_start(clock)
+        inside = (start + stop for stop in _stops(span.length, self.fragments, span.delay))
+        found = next((c for c in inside if c > clock and self.due(c)), start + span.length)
+        return found if self.end is None or not clock < self.end < found else self.end
+
+    def exchanges(self, end: int) -> Iterator[tuple[int, list[Due]]]:
+        """Every clock up to `end`, where training ends, at which something is due, and what."""
+        schedule, clock = self.with_end(end), 0
+        while clock < end:
+            clock = schedule.next_due(clock)
+            yield clock, schedule.due(clock)
+
+    def changes_model(self, clock: int) -> bool:
+        """Is the global model another one after what is due at this clock?"""
+        return any(due.kind != "send" for due in self.due(clock))
+
+    def last_change(self, clock: int) -> int:
+        """The last clock before this one at which the global model changed; 0 if there is none."""
+        for before in self._stops_before(clock):
+            if self.changes_model(before):
+                return before
+        return max(0, min(clock - 1, int(min(self.warmup, clock))))
+
+    def _stops_before(self, clock: int) -> Iterator[int]:
+        """Clocks of the local phase before this one at which something may be due, latest first."""
+        while clock - 1 > self.warmup:
+            start, span = self.round_start(clock - 1), self.span(clock - 1)
+            inside = _stops(span.length, self.fragments, span.delay)
+            yield from (start + stop for stop in reversed(inside) if start + stop < clock)
+            if start > self.warmup:
+                yield start
+            clock = start
+
+
+@lru_cache
+def _offsets(length: int, fragments: int) -> tuple[int, ...]:
+    return tuple((f + 1) * length // fragments for f in range(fragments))
+
+
+@lru_cache
+def _stops(length: int, fragments: int, delay: int) -> tuple[int, ...]:
+    sends = _offsets(length, fragments)
+    lands = ((at + delay) % length for at in sends)
+    return tuple(sorted({stop for stop in (*sends, *lands) if 0 < stop < length}))

@@ -1,0 +1,138 @@
+"""One worker's tensors as the rules of its method see them, and the arithmetic rules share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palsgd.method import Rate
+
+
+class WorkerTensors:
+    """What the slots of a `Method` work on, called `w` there.
+
+    Every attribute is a list of tensors, the same tensor of the model at the same index, unless
+    said otherwise. Stacked workers have a leading worker axis; the anchor and global states, which
+    are common, have none and broadcast. Attributes are looked up when they are first used.
+
+    Attributes:
+        local: the local model; in `apply`, as it was when it was sent.
+        anchor: the last global model, in full precision.
+        grad: the gradients, in `before_gradient` only.
+        groups: for each parameter group, the indices of its tensors.
+        inner: `inner[name]` are the inner optimizer's tensors of that name, none if it has none.
+        gradient_steps: gradient steps since these tensors were last synced, a number.
+        rate_sums: for each tensor, the sum of the (divided) learning rates of those steps.
+        initial_rates: each group's `initial_lr`, or its learning rate when it was built.
+        worker, workers, round: numbers.
+    """
+
+    def __init__(self, sources: Mapping[str, Callable[[], Any]], **known: Any):
+        self._sources = sources
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        source = self.__dict__.get("_sources", {}).get(name)
+        if source is None:
+            raise AttributeError(f"the method's tensors have no {name!r} at this point")
+        found = vars(self)[name] = source()
+        return found
+
+    def group(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The local tensors of a parameter group and the anchor's, side by side."""
+        members = self.groups[index]
+        if len(members) == len(self.local):
+            return self.local, self.anchor
+        return [self.local[i] for i in members], [self.anchor[i] for i in members]
+
+    def group_of(self) -> list[int]:
+        """The parameter group of each tensor."""
+        found = [0] * len(self.local)
+        for group, members in enumerate(self.groups):
+            for i in members:
+                found[i] = group
+        return found
+
+    def norm(self, tensors: Sequence[Tensor]) -> Any:
+        """The norm of tensors like the model: a float, or one entry per stacked worker. The
+        shards of a worker count together."""
+        return self._norm(tensors)
+
+
+class Reduced:
+    """What came back from a sync: `reduced[name]` is a list of tensors, by the part's name.
+
+    Parts that are gathered have a leading axis of all workers, with zeros for one that was left
+    out. A part with a period of its own is missing in the rounds it does not travel with.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, list[Tensor]], scalars: Mapping[str, float], contributors: int
+    ):
+        self._parts, self.scalars, self.contributors = parts, scalars, contributors
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        return self._parts[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+
+_LARGE = 1 << 20  # a tensor of so many elements gets a kernel of its own; smaller ones share one
+
+
+def mix_(local: Sequence[Tensor], anchor: Sequence[Tensor], weight: Rate) -> None:
+    """Pull each local tensor towards the anchor: x <- x + weight (anchor - x), in place."""
+    if isinstance(weight, Tensor):
+        for x, a in zip(local, anchor, strict=True):
+            x.copy_(torch.lerp(x.to(a.dtype), a, column(weight, x, a.dtype)))
+        return
+    small_local, small_anchor = [], []
+    for x, a in zip(local, anchor, strict=True):
+        if x.dtype != a.dtype:  # a low-precision model meets its anchor in the anchor's precision
+            x.copy_(torch.lerp(x.to(a.dtype), a, weight))
+        elif x.numel() >= _LARGE:
+            x.lerp_(a, weight)
+        else:
+            small_local.append(x)
+            small_anchor.append(a)
+    if small_local:
+        torch._foreach_lerp_(small_local, small_anchor, weight)
+
+
+def column(value: Any, like: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """One value per stacked worker, shaped to multiply `like`; a plain number as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    moved = value.to(like.device, dtype or like.dtype, non_blocking=True)
+    return moved.view(-1, *[1] * (like.dim() - 1))
+
+
+def bounds(value: Rate) -> tuple[float, float]:
+    """The smallest and the largest entry; of a plain number, itself."""
+    if isinstance(value, Tensor):
+        return float(value.min()), float(value.max())
+    return float(value), float(value)
+
+
+def at_most_one(value: Rate) -> Rate:
+    return value.clamp(max=1.0) if isinstance(value, Tensor) else min(value, 1.0)
+
+
+def lowest(values: Sequence[Rate]) -> Rate:
+    """The smallest of several rates, worker by worker where they are stacked."""
+    return _extreme(values, torch.minimum, min)
+
+
+def highest(values: Sequence[Rate]) -> Rate:
+    return _extreme(values, torch.maximum, max)
+
+
+def _extreme(values: Sequence[Rate], stacked: Callable, plain: Callable) -> Rate:
+    if not any(isinstance(value, Tensor) for value in values):
+        return plain(values)
+    found = torch.as_tensor(values[0], dtype=torch.float64)
+    for value in values[1:]:
+        found = stacked(found, torch.as_tensor(value, dtype=torch.float64))
+    return found
