@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palsgd.draws import one_of
+from palsgd.checks import check_choice
 from palsgd.replica import unwrapped
 
 POLICIES = ("average", "local", "recompute")
@@ -21,14 +21,15 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module, policy: str):
-        one_of("buffers", policy, POLICIES)
+        check_choice("buffers", policy, POLICIES)
         self.policy = policy
         self.averaged = policy == "average"
         self._slots = persistent_buffers(unwrapped(model))
         pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
         self.encoded_size = sum(b.numel() for b in self._floats) + pieces
         self._global = [b.clone() for b in self.all()]
-        self.current = policy != "recompute"  # do the kept ones belong to the newest global model?
+        # False after a sync under "recompute" until recompute_buffers() was called
+        self.current = policy != "recompute"
 
     def _now(self) -> list[Tensor]:
         """Looked up each time: a module may put a new tensor in a buffer's place."""
@@ -67,9 +68,9 @@ class Buffers:
             pieces = len(_split(buffer)) * buffer.numel()
             part, mean = mean[:pieces], mean[pieces:]
             _join(buffer, (part * workers).round().long().view(-1, *buffer.shape))
-        self.take()
+        self.set_from_local()
 
-    def settle(self, mean: Tensor, workers: int, contributors: int) -> None:
+    def after_sync(self, mean: Tensor, workers: int, contributors: int) -> None:
         """What a sync does: `decode`, or what else the policy says."""
         if self.averaged:
             self.decode(mean, workers, contributors)
@@ -79,14 +80,14 @@ class Buffers:
     def finite(self) -> bool:
         return not self.averaged or all(bool(b.isfinite().all()) for b in self._floats)
 
-    def take(self) -> None:
+    def set_from_local(self) -> None:
         """What the buffers hold now belongs to the global model."""
         for kept, buffer in zip(self._global, self.all(), strict=True):
             kept.copy_(buffer)
 
         self.current = True
 
-    def give(self) -> None:
+    def copy_to_local(self) -> None:
         """The buffers of the global model replace the local ones, unless the policy is local."""
         if self.policy != "local" and self.current:
             for kept, buffer in zip(self._global, self.all(), strict=True):

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.distributed.tensor
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from palsgd.optimizer import LocalOptimizer
 from palsgd.replica import unwrapped
+from palsgd.sharding import is_sharded
 
 
 class Slot(NamedTuple):
@@ -37,6 +33,8 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
     tensors: dict[str, Tensor] = {}
     contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
     skeleton = pickle.dumps(_take_out(contents, "", tensors))  # one leaf: not to be flattened
+    import torch.distributed.checkpoint as dcp  # takes seconds
+
     with _quiet():
         dcp.save(
             tensors | {_skeleton_key(opt): skeleton},
@@ -53,13 +51,15 @@ def load(folder: str | Path, model: nn.Module, opt: LocalOptimizer, *, strict: b
             f"no checkpoint of worker {opt.transport.worker} at {place}; give the folder that "
             "palsgd.checkpoint.save wrote, on a disk this worker can read"
         )
+    import torch.distributed.checkpoint as dcp  # takes seconds
+
     key = _skeleton_key(opt)
     found: dict[str, Any] = {key: None}
     tensors: dict[str, Tensor] = {}
     with _quiet():
         dcp.load(found, checkpoint_id=place, **_ranks(opt))
         skeleton = pickle.loads(found[key])
-        contents = _put_back(skeleton, _mesh(opt), opt._core.replica.device, tensors)
+        contents = _put_back(skeleton, _mesh(opt), opt._worker.inner.replica.device, tensors)
         dcp.load(tensors, checkpoint_id=place, **_ranks(opt))
     unwrapped(model).load_state_dict(contents["model"])
     opt.load_state_dict(contents["optimizer"], strict=strict)
@@ -69,7 +69,7 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """`value` with a Slot in place of each tensor, which goes into `tensors`."""
     if isinstance(value, Tensor):
         tensors[key] = value
-        placements = tuple(value.placements) if isinstance(value, DTensor) else None
+        placements = tuple(value.placements) if is_sharded(value) else None
         return Slot(key, tuple(value.shape), value.dtype, placements)
     if isinstance(value, dict):
         return {k: _take_out(v, f"{key}/{k}", tensors) for k, v in value.items()}
@@ -79,13 +79,15 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _put_back(
-    value: Any, mesh: DeviceMesh | None, device: torch.device, tensors: dict[str, Tensor]
+    value: Any, mesh: Any, device: torch.device, tensors: dict[str, Tensor]
 ) -> Any:
     """`value` with an empty tensor in place of each Slot, kept in `tensors` to be read into."""
     if isinstance(value, Slot):
         if value.placements is None:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
         else:
+            import torch.distributed.tensor
+
             tensor = torch.distributed.tensor.empty(
                 value.shape, dtype=value.dtype, device_mesh=mesh, placements=value.placements
             )
@@ -102,14 +104,13 @@ def _place(folder: str | Path, opt: LocalOptimizer) -> Path:
     return Path(folder) / f"worker-{opt.transport.worker}"
 
 
-def _mesh(opt: LocalOptimizer) -> DeviceMesh | None:
-    return next((p.device_mesh for p in opt._core.replica.params if isinstance(p, DTensor)), None)
+def _mesh(opt: LocalOptimizer) -> Any:
+    return next((p.device_mesh for p in opt._worker.inner.replica.params if is_sharded(p)), None)
 
 
 def _skeleton_key(opt: LocalOptimizer) -> str:
     """Each rank of a worker has its own: the ledger is a rank's, not a worker's."""
-    inside = getattr(opt.transport, "inside", None)
-    return f"skeleton-{0 if inside is None else dist.get_rank(inside)}"
+    return f"skeleton-{opt.transport.rank_inside}"
 
 
 @contextmanager
@@ -123,5 +124,5 @@ def _quiet() -> Iterator[None]:
 
 def _ranks(opt: LocalOptimizer) -> dict[str, Any]:
     """Who writes together: the ranks of this worker, or this process alone."""
-    inside = getattr(opt.transport, "inside", None)
+    inside = opt.transport.inside
     return {"no_dist": True} if inside is None else {"process_group": inside}

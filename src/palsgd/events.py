@@ -89,7 +89,7 @@ class Listeners:
         return Handle(listeners, listener)
 
     def wanted(self, kind: type[Event]) -> bool:
-        return bool(self._by_kind.get(kind))
+        return any(self._by_kind.get(each) for each in kind.__mro__)
 
     def tell(self, event: Event) -> None:
         for kind in type(event).__mro__:

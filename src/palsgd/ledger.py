@@ -1,13 +1,8 @@
 """What a worker did: counts, bytes, seconds, and one line per sync."""
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
-
-import torch
 
 
 @dataclass
@@ -26,7 +21,8 @@ class Ledger:
     mixing_steps: int = 0  # those at the head of a round, which change nothing, included
     syncs: int = 0  # exchanges: one per round, one per warm-up step
     messages: int = 0
-    bytes_sent: int = 0  # payload handed to the transport, headers included
+    bytes_sent: int = 0  # handed to the transport, headers included
+    bytes_on_the_wire: int = 0  # what the collectives make of them: a ring sends them nearly twice
     gradient_s: float = 0.0
     mixing_s: float = 0.0
     sync_s: float = 0.0
@@ -51,46 +47,6 @@ class Ledger:
 
     def load(self, saved: dict[str, Any]) -> None:
         for name in (f.name for f in fields(self)):
-            setattr(self, name, saved[name])
+            if name in saved:  # older states have fewer
+                setattr(self, name, saved[name])
         self.history = [dict(entry) for entry in saved["history"]]
-
-
-class Stopwatch:
-    """Adds elapsed seconds to the fields of a ledger.
-
-    On a GPU the host runs ahead, so instants are events; they are turned into seconds once
-    the device has passed them, without ever making it wait.
-    """
-
-    def __init__(self, ledger: Ledger, device: torch.device):
-        self._ledger, self._cuda = ledger, device.type == "cuda"
-        self._pending: list[tuple[str, Any, Any]] = []
-
-    def now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def add(self, name: str, start: Any, end: Any) -> None:
-        if not self._cuda:
-            self._book(name, end - start)
-            return
-        self._pending.append((name, start, end))
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """Book what the device has passed by now."""
-        while self._pending and self._pending[0][2].query():
-            name, start, end = self._pending.pop(0)
-            self._book(name, start.elapsed_time(end) / 1e3)
-
-    @contextmanager
-    def timing(self, name: str) -> Iterator[None]:
-        start = self.now()
-        yield
-        self.add(name, start, self.now())
-
-    def _book(self, name: str, seconds: float) -> None:
-        setattr(self._ledger, name, getattr(self._ledger, name) + seconds)

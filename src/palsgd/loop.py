@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from palsgd.draws import whole
+from palsgd.checks import check_int
 from palsgd.optimizer import LocalOptimizer
 
 Batch = TypeVar("Batch")
@@ -17,10 +17,10 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
     cuts a round short, that round is synced at the end. The epoch that samplers are told goes
     on after a resume; the place within it is the loader's to restore.
     """
-    steps = whole("steps", steps)
+    steps = check_int("steps", steps)
     opt.run_until(steps)
     while opt.clock < steps:
-        _set_epoch(loader, opt._core.epoch)
+        _set_epoch(loader, opt._worker.at.epoch)
         empty = True
         for batch in loader:
             empty = False
@@ -29,11 +29,11 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
                 return
         if empty:
             raise ValueError(
-                f"the loader ran dry at clock {opt.clock} of {steps} (pass {opt._core.epoch} over "
+                f"the loader ran dry at clock {opt.clock} of {steps} (pass {opt._worker.at.epoch} over "
                 "it gave no batch); give a loader that can be iterated again, such as a "
                 "DataLoader or a list"
             )
-        opt._core.epoch += 1
+        opt._worker.at.epoch += 1
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

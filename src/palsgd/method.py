@@ -190,6 +190,9 @@ class Method:
     def varies_length(self) -> bool:
         return self.overrides("length")
 
+    def __str__(self) -> str:
+        return type(self).__name__.removesuffix("Method") or "LocalSGD"
+
     def settings(self) -> dict[str, Any]:
         """Its own settings, for comparisons between workers and with saved states."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -1,185 +1,286 @@
-"""The optimizers a training loop sees: PALSGD and its three special cases."""
+"""The optimizers a training loop sees: PALSGD, its special cases, and any other method."""
 
+import inspect
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any, TypedDict, Unpack
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from palsgd.anchor import Anchor
+from palsgd.auto_interval import Auto, AutoInterval, interval
 from palsgd.buffers import Buffers
-from palsgd.compression import find_codec
-from palsgd.core import Core
-from palsgd.draws import one_of, whole
+from palsgd.checks import check_choice, check_int
+from palsgd.codecs import Codec, find_codec
+from palsgd.composed import composed
 from palsgd.errors import SyncError
-from palsgd.interval import Auto, interval
-from palsgd.joined import Joined
+from palsgd.events import Averaged, Event, Handle, Listeners, Synced
+from palsgd.guard import Guard
+from palsgd.inner import ChainedOptimizer, InnerStep
 from palsgd.ledger import Ledger
-from palsgd.method import Method
+from palsgd.memory import MessageMemory
+from palsgd.meter import Meter
+from palsgd.method import Facts, Method
+from palsgd.method_state import MethodState
+from palsgd.method_view import MethodView
+from palsgd.methods.palsgd import PALSGDMethod
 from palsgd.outer import OuterFactory, nesterov, plain_average
-from palsgd.process_group import find_transport
-from palsgd.pseudo_async import PseudoAsync
-from palsgd.replica import Anchor, Replica
+from palsgd.registry import Row
+from palsgd.replica import Replica
+from palsgd.schedule import DRAWS, Schedule
 from palsgd.state import load_state, save_state
-from palsgd.sync import Exchange
-from palsgd.transport import Transport, ambient_transport, fulfil
-from palsgd.warmup import gradient_sync
+from palsgd.sync import Syncer
+from palsgd.transports.process_group import find_transport
+from palsgd.transports.requests import fulfil
+from palsgd.transports.transport import Transport, ambient_transport
+from palsgd.warmup import Warmup, gradient_sync
+from palsgd.worker import Exchange, Worker
 
+OPTIONS = """
+    Options of every optimizer:
+        outer: makes the outer optimizer from the anchor's parameters, such as
+            `palsgd.nesterov(lr=0.2)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
+        warmup_steps: steps of plain DDP before the first round.
+        seed, draws: of the steps without data. "balanced": between two syncs all workers take
+            equally many gradients; "independent": a coin per worker and step; "shared": one coin
+            for all.
+        buffers: "average", "local" or "recompute": normalization statistics at a sync.
+        max_norm: clip the gradient to this norm inside `step()`, after any averaging.
+        on_nonfinite: "raise", or "skip" to leave a worker whose model has inf or nan at a sync
+            out of the mean.
+        scheduler: an LRScheduler, or a function that makes one from the optimizer. It is stepped
+            once per tick of the clock, steps without data included.
+        bucket_mb: the largest message, in MiB.
+        compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
+        delay: steps that a sync has to travel, during which training goes on.
+        fragments: parts of the model that are synced one after another within a round.
+        group: the process group of the workers, if they are not all ranks.
+        transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
 
-class Shared(TypedDict, total=False):
-    """What every method's constructor takes beside its own settings."""
-
-    buffers: str  # "average", "local" or "recompute": normalization statistics at a sync
-    max_norm: float | None  # clip the gradient to this norm inside step(), after any averaging
-    on_nonfinite: str  # "raise" or "skip": a worker whose model is not finite at a sync
-    scheduler: Any  # an LRScheduler, or optimizer -> LRScheduler, stepped once per tick
-    bucket_mb: float  # the largest message, in MiB
-    compress: str | None  # "bf16", "int8", "int4", "topk:SHARE": what a sync sends
-    delay: int  # steps that a sync has to travel, during which training goes on
-    fragments: int  # parts of the model that are synced one after another within a round
-    group: ProcessGroup | None  # the workers, if not all ranks
-    transport: Transport | None  # instead of a process group
+    Raises:
+        ValueError: a setting is out of its range, the inner optimizer does not hold the model's
+            parameters, or workers were given different settings.
+"""
 
 
 class LocalOptimizer(Optimizer):
-    """An inner optimizer whose workers meet only now and then, by the rules of a `Method`."""
+    """An inner optimizer whose workers meet only now and then, by the rules of a method.
+
+    Args:
+        model: the module that is trained, as the loop calls it.
+        inner: the torch optimizer of each worker, or a list of them.
+        method: a `palsgd.Method`, or several that are composed.
+        sync_every: the number of steps between two syncs, H; "auto", or `palsgd.Auto(...)`, to
+            have it chosen from what a sync and a step are measured to cost.
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.LocalOptimizer(
+        ...     model, inner, method=palsgd.Method(), sync_every=8, transport=palsgd.Alone()
+        ... )
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> opt.step()
+        >>> opt.clock
+        1
+    """
 
     def __init__(
         self,
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
-        method: Method,
-        outer: OuterFactory | None,
+        method: Method | Sequence[Method],
+        outer: OuterFactory | None = None,
         *,
+        sync_every: int | str | Auto = 1,
+        warmup_steps: float = 0,
+        draws: str = "balanced",
+        seed: int = 0,
         buffers: str = "average",
         max_norm: float | None = None,
         on_nonfinite: str = "raise",
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         bucket_mb: float = 128.0,
-        compress: str | None = None,
+        compress: str | Codec | None = None,
         delay: int = 0,
         fragments: int = 1,
-        auto: Auto | None = None,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
-        if isinstance(inner, (list, tuple)):
-            inner = Joined(inner)
-        if not isinstance(inner, Optimizer):
-            raise ValueError(
-                f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
-                "torch.optim.AdamW(model.parameters(), lr=1e-3)"
-            )
-        one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
-        for name, value in (("max_norm", max_norm), ("bucket_mb", bucket_mb)):
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise ValueError(f"{name}={value!r} must be a number > 0")
-        codec = find_codec(compress)
-        _check_lag(method, auto, delay, fragments)
+        inner, method, codec = _inner(inner), composed(method), find_codec(compress)
+        first, auto = interval(sync_every)
+        check_int("sync_every", first, least=1)
+        if warmup_steps != math.inf:
+            check_int("warmup_steps", warmup_steps)
+        check_int("seed", seed)
+        check_choice("draws", draws, DRAWS)
+        check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
+        _check_positive(max_norm=max_norm, bucket_mb=bucket_mb)
+        _check_refusals(method, compress=codec, delay=delay, fragments=fragments, auto=auto)
+        _check_lag(first, auto, delay, fragments)
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
         share = weakref.WeakMethod(self._share_inner)  # no cycle that keeps sockets open
         inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
-        method.check(replica)
+        method.check([float(group["lr"]) for group in inner.param_groups])
         self.transport = transport or ambient_transport() or find_transport(replica.params, group)
-        self.outer = self._build_outer(replica, outer, fragments)
-        self._core = Core(
+        self.transport.check(codec)
+        rounds = warmup_steps != math.inf
+        outer = outer or (plain_average() if rounds else None)
+        self._worker = self._build_worker(
             method=method,
             replica=replica,
-            inner=inner,
-            outer=self.outer,
-            buffers=Buffers(model, buffers),
-            transport=self.transport,
-            gradient_sync=gradient_sync(model),
-            skip_nonfinite=on_nonfinite == "skip",
-            max_norm=max_norm,
-            bucket_size=max(1, int(bucket_mb * 2**20) // replica.dtype.itemsize),
-            codec=codec,
+            outer=outer if rounds else None,
+            facts=Facts(
+                sync_every=first,
+                workers=self.transport.workers,
+                seed=seed,
+                draws=draws,
+                initial_rates=tuple(replica.initial_rates),
+            ),
+            warmup_steps=warmup_steps,
+            fragments=fragments,
             delay=delay,
             auto=auto,
+            codec=codec,
+            max_norm=max_norm,
+            bucket_size=max(1, int(bucket_mb * 2**20) // replica.dtype.itemsize),
+            buffers=Buffers(model, buffers),
+            skip_nonfinite=on_nonfinite == "skip",
         )
         self._showing_anchor = False
-        self.config = self._describe(on_nonfinite, max_norm) | {
+        self.config = {
+            "method": self._title(),
+            "workers": self.transport.workers,
+            "sync_every": first if auto is None else str(auto),
+            "warmup_steps": warmup_steps,
+            **method.settings(),
+            "draws": draws,
+            "seed": seed,
+            "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
+            "outer": _signature(self.outer),
+            "buffers": buffers,
+            "on_nonfinite": on_nonfinite,
+            "max_norm": max_norm,
             "compress": None if codec is None else codec.name,
             "delay": delay,
             "fragments": fragments,
-            **({} if auto is None else {"sync_every": str(auto)}),
         }
-        self.transport.agree(
-            self.config
-            | {
-                "parameters": replica.describe(),
-                "the model's buffers": self._core.buffers.describe(),
-                "bucket_mb": bucket_mb,
-                "gradients averaged by": type(self._core.gradient_sync).__name__,
-            }
-        )
-        self._core.gradient_sync.switch(on=self._core.warming_up)
+        self._agree(replica, bucket_mb)
+        self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
         if delay:
             self.transport.prepare(replica.device)
 
-    @property
-    def method(self) -> Method:
-        """The rules, with the H in force: sync_every="auto" changes it."""
-        return self._core.method
+    def _build_worker(
+        self,
+        *,
+        method: Method,
+        replica: Replica,
+        outer: OuterFactory | None,
+        facts: Facts,
+        warmup_steps: float,
+        fragments: int,
+        delay: int,
+        auto: Auto | None,
+        codec: Codec | None,
+        max_norm: float | None,
+        bucket_size: int,
+        buffers: Buffers,
+        skip_nonfinite: bool,
+    ) -> Worker:
+        meter = Meter(Ledger(), replica.device)
+        guard = Guard(
+            self.transport,
+            with_costs=auto is not None,
+            compares=method.shares_anchor,
+            skip_nonfinite=skip_nonfinite,
+        )
+        memory = MessageMemory(
+            replica,
+            bucket_size=bucket_size,
+            tail=guard.header.size + len(replica.params) + buffers.encoded_size,
+            keeps_all=fragments > 1 or delay > 0,
+        )
+        syncer = None
+        if outer is not None:
+            if fragments > 1 and replica.sharded:
+                raise ValueError(
+                    f"fragments={fragments} cut through tensors, which sharded parameters cannot "
+                    "bear; use fragments=1, with delay= to overlap"
+                )
+            anchor = Anchor(replica, fragments)
+            states = MethodState(method, replica, anchor.ranges)
+            syncer = Syncer(
+                method=method,
+                view=MethodView(replica, anchor, states, self.inner, self.transport),
+                inner=self.inner,
+                outer=_build_outer(outer, anchor),
+                buffers=buffers,
+                guard=guard,
+                memory=memory,
+                meter=meter,
+                codec=codec,
+                delayed=delay > 0,
+            )
+        return Worker(
+            method=method,
+            facts=facts,
+            schedule=Schedule.fixed(
+                sync_every=facts.sync_every,
+                warmup=warmup_steps,
+                fragments=fragments,
+                delay=0 if auto else delay,  # a sync that is measured is not overlapped
+            ),
+            number=self.transport.worker,
+            inner=InnerStep(self.inner, replica, max_norm),
+            warmup=Warmup(gradient_sync(self.model), replica, memory, guard, buffers, meter),
+            syncer=syncer,
+            meter=meter,
+            listeners=Listeners(),
+            interval=auto and AutoInterval(auto, fragments=fragments, delay=delay),
+        )
+
+    def _agree(self, replica: Replica, bucket_mb: float) -> None:
+        """Compare with the other workers what all must have alike."""
+        worker = self._worker
+        self.transport.agree(
+            self.config
+            | {
+                "parameters": replica.describe(),
+                "the model's buffers": worker.warmup.buffers.describe(),
+                "bucket_mb": bucket_mb,
+                "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
+            }
+        )
+
+    def _title(self) -> str:
+        """The name of the method, for people."""
+        if type(self) is not LocalOptimizer:
+            return type(self).__name__
+        return str(self._worker.method)
 
     def _share_inner(self) -> None:
         """Groups and state are the inner optimizer's own objects, so that schedulers, GradScaler
         and hooks act on the real ones whichever of the two they are given."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def _build_outer(
-        self, replica: Replica, outer: OuterFactory | None, fragments: int
-    ) -> Optimizer | None:
-        if outer is None:
-            return None
-        if fragments > 1 and any(isinstance(p, DTensor) for p in replica.params):
-            raise ValueError(
-                f"fragments={fragments} cut through tensors, which sharded parameters cannot bear; "
-                "use fragments=1, with delay= to overlap"
-            )
-        replica.anchor = Anchor(replica, fragments)
-        if not callable(outer):
-            raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
-        built = outer(replica.anchor.params)
-        if not isinstance(built, Optimizer):
-            raise ValueError(
-                f"outer must be a callable that makes a torch optimizer from parameters, but gave "
-                f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
-                "lambda params: torch.optim.Adam(params, lr=1e-3)"
-            )
-        return built
-
-    def _describe(self, on_nonfinite: str, max_norm: float | None) -> dict[str, Any]:
-        """The settings that workers, and a saved state and its reader, must agree on."""
-        return {
-            "method": type(self).__name__,
-            "workers": self.transport.workers,
-            **asdict(self.method),  # type: ignore[call-overload]
-            "inner": str(self.inner)
-            if isinstance(self.inner, Joined)
-            else type(self.inner).__name__,
-            "outer": _signature(self.outer),
-            "buffers": self._core.buffers.policy,
-            "on_nonfinite": on_nonfinite,
-            "max_norm": max_norm,
-        }
-
     def set_scheduler(
         self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
     ) -> None:
-        """Have `scheduler` stepped once per tick of the clock, mixing steps included."""
+        """Have `scheduler` stepped once per tick of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
             scheduler = scheduler(self)
         if scheduler is not None and not hasattr(scheduler, "step"):
@@ -188,43 +289,90 @@ class LocalOptimizer(Optimizer):
                 "makes one from the optimizer"
             )
         if scheduler is not None:
-            # A round may begin with mixing steps, which tick the scheduler before the first
+            # A round may begin with steps without data, which tick the scheduler before the first
             # inner step; torch would take that for calls in the wrong order and warn.
             scheduler.optimizer._opt_called = True  # type: ignore[union-attr]
-        self._core.scheduler = scheduler
+        self._worker.inner.scheduler = scheduler
 
     # -- the training loop ---------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One gradient step, and every step up to the next one that needs a gradient."""
+        """One gradient step, and every step up to the next one that needs a gradient.
+
+        Args:
+            closure: computes the loss and its gradients before the step.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ConsensusError: another worker holds another global model.
+            NonFiniteError: a model has inf or nan at a sync.
+            SyncError: a peer could not be reached; the global model is unchanged.
+        """
         if self._showing_anchor:
             raise RuntimeError(
                 "step() inside anchor_weights(): leave the with block before training"
             )
+        hooked = type(self).step is LocalOptimizer.step  # else torch calls the hooks
+        if hooked and (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
+            self._call_hooks(_global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._drive(self._core.step())
+        if not self._worker.plain_step():
+            self._drive(self._worker.step())
+        if hooked and (self._optimizer_step_post_hooks or _global_optimizer_post_hooks):
+            self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch's profiling wrapper costs half a step
+
+    def _call_hooks(self, *hooks: Any) -> None:
+        for hook in chain.from_iterable(each.values() for each in hooks):
+            hook(self, (self,), {})
+
+    def simulated_step(self) -> Exchange:
+        """`step()` for an engine that exchanges with other workers itself."""
+        self._call_hooks(_global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
+        if not self._worker.plain_step():
+            with torch.no_grad():
+                yield from self._worker.step()
+        self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the inner optimizer's parameters."""
         self.inner.zero_grad(set_to_none)
 
     def run_until(self, steps: int) -> None:
         """Training ends when the clock shows `steps`: sync there, even if a round is cut short."""
-        self._core.end = steps
-        self._drive(self._core.skip_idle_rounds())
+        self._worker.end_at(steps)
+        self._drive(self._worker.prepare())
 
-    def after_exchange(self, callback: Callable[[], None] | None) -> None:
-        """Have `callback()` called after every exchange with the other workers: each sync, each
-        step of the warm-up."""
-        self._core.after_exchange = callback
+    def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
+        """Have `listener(event)` called whenever an event of that kind happens.
+
+        Args:
+            kind: `palsgd.events.Synced`, `Averaged`, `Mixed`, `Sent` or `IntervalChosen`.
+            listener: called with the event, a frozen record.
+
+        Returns:
+            A handle whose `remove()` takes the listener away.
+        """
+        return self._worker.listeners.on(kind, listener)
+
+    def after_exchange(self, callback: Callable[[], None]) -> tuple[Handle, Handle]:
+        """Have `callback()` called after every exchange. Deprecated: use `on`."""
+        return (
+            self.on(Averaged, lambda event: callback()),
+            self.on(Synced, lambda event: callback() if event.completes else None),
+        )
 
     @torch.no_grad()
     def _drive(self, exchange: Exchange) -> None:
-        """Feed the core from the transport. A failure is raised inside the core, which puts back
-        what it must."""
+        """Do what the worker asks for, through the transport. A failure is raised inside the
+        worker, which puts back what it must."""
         try:
             request = next(exchange)
             while True:
@@ -251,36 +399,61 @@ class LocalOptimizer(Optimizer):
     # -- where it stands -----------------------------------------------------------------------
 
     @property
+    def method(self) -> Method:
+        """The rules."""
+        return self._worker.method
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The outer optimizer, over the anchor; DDP has none."""
+        syncer = self._worker._syncer
+        return None if syncer is None else syncer.outer
+
+    @property
+    def schedule(self) -> Schedule:
+        """When things happen; its last span has the H in force."""
+        return self._worker.schedule
+
+    @property
+    def sync_every(self) -> int:
+        """H of the present round: `sync_every="auto"` and some methods change it."""
+        return self.schedule.length(max(self.clock, self.schedule.spans[0].start))
+
+    @property
     def clock(self) -> int:
-        """Steps so far, mixing steps included."""
-        return self._core.clock
+        """Steps so far, steps without data included."""
+        return self._worker.at.clock
 
     @property
     def gradient_steps(self) -> int:
-        return self._core.gradient_steps
+        """Gradient steps so far."""
+        return self._worker.at.gradient_steps
 
     @property
     def rounds(self) -> int:
         """Rounds completed, each with its sync."""
-        return self._core.rounds
+        return self._worker.at.rounds
 
     @property
     def synced(self) -> bool:
         """True right after a sync: the local model is the global one. With `delay` or `fragments`
         it may be ahead of it, and workers may pass several syncs in one step: what they do
-        together at a sync belongs in `after_exchange`."""
-        return self._core.synced
+        together at a sync belongs into a listener of `palsgd.events.Synced`."""
+        return self._worker.at.synced
 
     @property
     def ledger(self) -> Ledger:
-        self._core.watch.catch_up()
-        return self._core.ledger
+        """What this worker did: counts, bytes, seconds, and one line per sync."""
+        self._worker.meter.watch.catch_up()
+        return self._worker.ledger
 
     @contextmanager
     def anchor_weights(self) -> Iterator[nn.Module]:
         """The model holds the global weights (and buffers) inside; what is done to them is
-        undone on leaving."""
-        if self._core.opened and not self._core.buffers.current:
+        undone on leaving. For a method whose workers have no common anchor the global model costs
+        a message, and all workers must call."""
+        buffers = self._worker.warmup.buffers
+        if self._worker.at.has_anchor and not buffers.current:
             warnings.warn(
                 "buffers='recompute' and they were not recomputed since the last sync: the global "
                 "weights are shown with this worker's own buffers; call recompute_buffers(batches)",
@@ -291,12 +464,12 @@ class LocalOptimizer(Optimizer):
 
     @contextmanager
     def _global_model(self) -> Iterator[None]:
-        core, held = self._core, self._core.replica.local() + self._core.buffers.all()
+        worker, buffers = self._worker, self._worker.warmup.buffers
+        held = worker.inner.replica.local() + buffers.all()
         with torch.no_grad():
             saved = [t.clone() for t in held]
-            if core.opened:  # in the warm-up the model is the global one
-                core.anchor.give()
-                core.buffers.give()
+        if worker.at.has_anchor:  # in the warm-up the model is the global one
+            self._drive(worker.show_global_model())
         outside, self._showing_anchor = self._showing_anchor, True
         try:
             yield
@@ -304,7 +477,7 @@ class LocalOptimizer(Optimizer):
             self._showing_anchor = outside
             with torch.no_grad():
                 torch._foreach_copy_(held, saved)
-            core.restart_watch()
+            worker.meter.skip()
 
     def recompute_buffers(
         self,
@@ -313,12 +486,10 @@ class LocalOptimizer(Optimizer):
     ) -> None:
         """The global model's normalization statistics, from forward passes over `batches`,
         averaged over the workers: all of them must call."""
-        buffers = self._core.buffers
+        buffers = self._worker.warmup.buffers
         with self._global_model(), torch.no_grad():
             buffers.recompute(self.model, batches, forward)
-            sent = buffers.encode(self.transport.worker, self._core.like)
-            self.transport.average([sent])
-            buffers.decode(sent, self.transport.workers, self.transport.workers)
+            self._drive(self._worker.average_buffers())
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -332,7 +503,7 @@ class LocalOptimizer(Optimizer):
         load_state(self, state_dict, strict=strict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_core"):
+        if hasattr(self, "_worker"):
             raise ValueError(
                 "parameters cannot be added to a palsgd optimizer; add them to the inner optimizer "
                 "and build a new one"
@@ -340,9 +511,54 @@ class LocalOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
+Kind = TypeVar("Kind", bound=type[LocalOptimizer])
+
+
+def documented(kind: Kind) -> Kind:
+    """Complete the docstring and the signature of a class by the options that all share."""
+    kind.__doc__ = inspect.cleandoc(kind.__doc__ or "") + "\n\n" + inspect.cleandoc(OPTIONS)
+    own = inspect.signature(kind.__init__)
+    if any(p.kind is p.VAR_KEYWORD for p in own.parameters.values()):
+        shared = inspect.signature(LocalOptimizer.__init__).parameters
+        hidden = {"method", *own.parameters}
+        if kind.fixed_outer:
+            hidden.add("outer")
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [p.replace(kind=p.KEYWORD_ONLY) for n, p in shared.items() if n not in hidden]
+        kind.__signature__ = own.replace(parameters=[*named[1:], *more])  # type: ignore[attr-defined]
+    return kind
+
+
+LocalOptimizer.fixed_outer = False  # type: ignore[attr-defined]
+documented(LocalOptimizer)
+
+
+@documented
 class PALSGD(LocalOptimizer):
     """Pseudo-Asynchronous Local SGD: H steps between syncs, of which a share p only pulls the
-    local model towards the last global one."""
+    local model towards the last global one.
+
+    Args:
+        model: the module that is trained, as the loop calls it.
+        inner: the torch optimizer of each worker, or a list of them.
+        sync_every: the number of steps between two syncs, H; or "auto".
+        mix_prob: the share p of the steps that mix.
+        mix_rate: eta. A mixing step has the weight lr * eta / p, which must lie in [0, 1].
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.PALSGD(
+        ...     model, inner, sync_every=4, mix_prob=0.25, mix_rate=1.0, transport=palsgd.Alone()
+        ... )
+        >>> for batch in palsgd.until([torch.ones(1, 2)], opt, steps=8):
+        ...     model(batch).sum().backward()
+        ...     opt.step()
+        ...     opt.zero_grad()
+        >>> opt.clock, opt.rounds
+        (8, 2)
+    """
 
     def __init__(
         self,
@@ -353,25 +569,29 @@ class PALSGD(LocalOptimizer):
         mix_prob: float,
         mix_rate: float,
         outer: OuterFactory | None = None,
-        warmup_steps: int = 0,
-        draws: str = "balanced",
-        seed: int = 0,
-        **shared: Unpack[Shared],
+        **options: Any,
     ):
-        first, auto = interval(sync_every)
-        method = PseudoAsync(
-            sync_every=first,
-            warmup_steps=warmup_steps,
-            mix_prob=mix_prob,
-            mix_rate=mix_rate,
-            draws=draws,
-            seed=seed,
+        method = PALSGDMethod(mix_prob=mix_prob, mix_rate=mix_rate)
+        super().__init__(
+            model, inner, method, outer or nesterov(), sync_every=sync_every, **options
         )
-        super().__init__(model, inner, method, outer or nesterov(), auto=auto, **shared)
 
 
-class DiLoCo(PALSGD):
-    """PALSGD that never mixes."""
+@documented
+class DiLoCo(LocalOptimizer):
+    """An outer Nesterov step on the mean of H local steps: PALSGD that never mixes.
+
+    Args:
+        model: the module that is trained, as the loop calls it.
+        inner: the torch optimizer of each worker, or a list of them.
+        sync_every: the number of steps between two syncs, H; or "auto".
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
+    """
 
     def __init__(
         self,
@@ -380,23 +600,31 @@ class DiLoCo(PALSGD):
         *,
         sync_every: int | str | Auto,
         outer: OuterFactory | None = None,
-        warmup_steps: int = 0,
-        **shared: Unpack[Shared],
+        **options: Any,
     ):
         super().__init__(
-            model,
-            inner,
-            sync_every=sync_every,
-            mix_prob=0.0,
-            mix_rate=0.0,
-            outer=outer,
-            warmup_steps=warmup_steps,
-            **shared,
+            model, inner, Method(), outer or nesterov(), sync_every=sync_every, **options
         )
 
 
-class LocalSGD(DiLoCo):
-    """DiLoCo whose outer step is plain SGD with learning rate 1: local models are averaged."""
+@documented
+class LocalSGD(LocalOptimizer):
+    """The local models are averaged every H steps: DiLoCo whose outer step is plain SGD with
+    learning rate 1.
+
+    Args:
+        model: the module that is trained, as the loop calls it.
+        inner: the torch optimizer of each worker, or a list of them.
+        sync_every: the number of steps between two syncs, H; or "auto".
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.LocalSGD(model, inner, sync_every=4, transport=palsgd.Alone())
+    """
+
+    fixed_outer = True
 
     def __init__(
         self,
@@ -404,38 +632,113 @@ class LocalSGD(DiLoCo):
         inner: Optimizer | Sequence[Optimizer],
         *,
         sync_every: int | str | Auto,
-        warmup_steps: int = 0,
-        **shared: Unpack[Shared],
+        **options: Any,
     ):
+        if "outer" in options:
+            raise TypeError("LocalSGD averages and has no outer=; use palsgd.DiLoCo(outer=...)")
         super().__init__(
-            model,
-            inner,
-            sync_every=sync_every,
-            outer=plain_average(),
-            warmup_steps=warmup_steps,
-            **shared,
+            model, inner, Method(), plain_average(), sync_every=sync_every, **options
         )
 
 
+@documented
 class DDP(LocalOptimizer):
-    """A warm-up that never ends: gradients are averaged at every step."""
+    """A warm-up that never ends: gradients are averaged at every step.
+
+    Args:
+        model: the module that is trained, as the loop calls it.
+        inner: the torch optimizer of each worker, or a list of them.
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DDP(model, inner, transport=palsgd.Alone())
+    """
+
+    fixed_outer = True
 
     def __init__(
-        self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **shared: Unpack[Shared]
+        self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any
     ):
         for name, nothing in (("compress", None), ("delay", 0), ("fragments", 1)):
-            if shared.get(name, nothing) not in (nothing, "none"):
+            if options.get(name, nothing) not in (nothing, "none"):
                 raise ValueError(
-                    f"{name}={shared[name]!r} is about syncs, which DDP has none of; leave it out, "  # type: ignore[literal-required]
-                    "or give torch's DistributedDataParallel a communication hook"
+                    f"{name}={options[name]!r} is about syncs, which DDP has none of; leave it "
+                    "out, or give torch's DistributedDataParallel a communication hook"
                 )
-        super().__init__(model, inner, Method(sync_every=1, warmup_steps=math.inf), None, **shared)
+        for name in ("outer", "sync_every", "warmup_steps"):
+            if name in options:
+                raise TypeError(f"DDP has no {name}=; it averages gradients at every step")
+        super().__init__(model, inner, Method(), None, warmup_steps=math.inf, **options)
 
 
-def _check_lag(method: Method, auto: Auto | None, delay: int, fragments: int) -> None:
-    whole("fragments", fragments, least=1)
-    whole("delay", delay)
-    most, name = (auto.most, "most") if auto else (method.sync_every, "sync_every")
+def builder_of(row: Row) -> Callable[..., LocalOptimizer]:
+    """The function of `palsgd.methods` that builds a method's optimizer."""
+    public = globals().get(row.title)
+    if public is not None:
+        return public
+
+    def build(
+        model: nn.Module, inner: Optimizer | Sequence[Optimizer], **settings: Any
+    ) -> LocalOptimizer:
+        own = {name: settings.pop(name) for name in row.settings() if name in settings}
+        if row.outer is not None:
+            settings.setdefault("outer", row.outer())
+        return LocalOptimizer(model, inner, row.method(**own), **settings)
+
+    build.__name__ = build.__qualname__ = row.title
+    build.__doc__ = f"{row.summary}.\n\nSettings of its own: {', '.join(row.settings()) or 'none'}.\n"
+    build.__doc__ += f"{row.method.__doc__ or ''}\n\n{inspect.cleandoc(OPTIONS)}"
+    return build
+
+
+def _inner(inner: Any) -> Optimizer:
+    if isinstance(inner, (list, tuple)):
+        inner = ChainedOptimizer(inner)
+    if not isinstance(inner, Optimizer):
+        raise ValueError(
+            f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
+            "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
+    return inner
+
+
+def _build_outer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
+    if not callable(outer):
+        raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
+    built = outer(anchor.params)
+    if not isinstance(built, Optimizer):
+        raise ValueError(
+            f"outer must be a callable that makes a torch optimizer from parameters, but gave "
+            f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
+            "lambda params: torch.optim.Adam(params, lr=1e-3)"
+        )
+    return built
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            raise ValueError(f"{name}={value!r} must be a number > 0")
+
+
+def _check_refusals(method: Method, **options: Any) -> None:
+    """Refuse options that mean nothing for the method, with its reason."""
+    nothing = {"compress": None, "delay": 0, "fragments": 1, "auto": None}
+    reasons = method.refusals()
+    for name, value in options.items():
+        if value != nothing[name] and name in reasons:
+            shown = value.name if isinstance(value, Codec) else value
+            raise ValueError(
+                f"{name}={shown!r} means nothing for {method}: {reasons[name]}; leave it out"
+            )
+
+
+def _check_lag(sync_every: int, auto: Auto | None, delay: int, fragments: int) -> None:
+    check_int("fragments", fragments, least=1)
+    check_int("delay", delay)
+    most, name = (auto.most, "most") if auto else (sync_every, "sync_every")
     if fragments > most:
         raise ValueError(
             f"fragments={fragments} are more than a round has steps ({name}={most}); use fewer"

@@ -1,14 +1,14 @@
-"""One worker's copy of the model: its trainable tensors and the anchor they are pulled to."""
+"""One worker's copy of the model: the tensors that its inner optimizer trains."""
 
 import zlib
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from palsgd.layout import Bucket, Layout, fragments
+from palsgd.flat import Layout
+from palsgd.sharding import is_sharded, local_tensor
 
 
 class Replica:
@@ -29,22 +29,14 @@ class Replica:
         self.device = local[0].device
         self.dtype = max((_master_dtype(t) for t in local), key=lambda dtype: dtype.itemsize)
         self.layout = Layout(local)
-        self.anchor: Anchor | None = None
+        self.sharded = any(is_sharded(p) for p in self.params)
+        self.initial_rates = [
+            float(group.get("initial_lr", group["lr"])) for group in inner.param_groups
+        ]
 
     def local(self) -> list[Tensor]:
-        return [local_tensor(p) for p in self.params]
-
-    def group(self, index: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The local tensors of a parameter group and the anchor's, side by side."""
-        assert self.anchor is not None
-        members = self.groups[index]
-        return (
-            [local_tensor(self.params[i]) for i in members],
-            [self.anchor.views[i] for i in members],
-        )
-
-    def learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._inner.param_groups]
+        """The local tensors; of sharded ones, looked up each time, as torch may replace them."""
+        return [local_tensor(p) for p in self.params] if self.sharded else list(self.params)
 
     def check_unchanged(self) -> None:
         now = trainable(self._inner)
@@ -67,75 +59,6 @@ class Replica:
         return f"{len(shapes)} tensors, {total} elements, layout {_checksum(shapes):08x}"
 
 
-class Anchor:
-    """The last global model in full precision: one flat buffer, seen tensor by tensor, or in
-    `fragments` parts that are synced on their own. The bounds of those may cut a tensor in two."""
-
-    def __init__(self, replica: Replica, count: int = 1):
-        self._replica = replica
-        layout = replica.layout
-        self.flat = torch.zeros(layout.size, dtype=replica.dtype, device=replica.device)
-        self.views = layout.views(self.flat)
-        self.ranges = fragments(layout.size, count)
-        self._fragments = [
-            Bucket(layout, r.start, self.flat[r.start : r.stop]) for r in self.ranges
-        ]
-        # what the outer optimizer moves: of each fragment its tensors, or pieces of them
-        self.pieces = [[nn.Parameter(p) for p in each.parts()] for each in self._fragments]
-        self.params = [piece for pieces in self.pieces for piece in pieces]
-
-    def take(self) -> None:
-        """The local model becomes the global one."""
-        torch._foreach_copy_(self.views, self._replica.local())
-
-    @torch.no_grad()
-    def give(self) -> None:
-        """The global model becomes the local one."""
-        torch._foreach_copy_(self._replica.local(), self.views)
-
-    @torch.no_grad()
-    def give_fragment(self, fragment: int) -> None:
-        self._fragments[fragment].write(self._replica.local())
-
-    def parts(self, fragment: int, tensors: list[Tensor]) -> list[Tensor]:
-        """What lies in `tensors` where `pieces` lie in the anchor."""
-        return self._fragments[fragment].parts([t.detach() for t in tensors])
-
-    def digest(self, fragment: int | None = None) -> int:
-        """32 bits that are equal on two workers whose anchors are equal, bit for bit."""
-        if fragment is None:
-            return digest(self.flat)
-        part = self.ranges[fragment]
-        return digest(self.flat[part.start : part.stop])
-
-
-def digest(flat: Tensor) -> int:
-    """32 bits of a flat float32 or float64 tensor: the sum of its 8-byte words, folded."""
-    pairs = flat.numel() * flat.itemsize // 8
-    total = int(flat[: pairs * 8 // flat.itemsize].view(torch.int64).sum())
-    if flat.numel() * flat.itemsize % 8:
-        total += int(flat[-1:].view(torch.int32))
-    return (total ^ (total >> 32)) & 0xFFFFFFFF
-
-
-_LARGE = 1 << 20  # elements from which a launch of its own is cheaper than a share of a joint one
-
-
-def mix_(local: list[Tensor], anchor: list[Tensor], weight: float) -> None:
-    """Pull each local tensor towards the anchor: x <- x + weight (anchor - x), in place."""
-    small_local, small_anchor = [], []
-    for x, a in zip(local, anchor, strict=True):
-        if x.dtype != a.dtype:  # a low-precision model meets its anchor in the anchor's precision
-            x.copy_(torch.lerp(x.to(a.dtype), a, weight))
-        elif x.numel() >= _LARGE:
-            x.lerp_(a, weight)
-        else:
-            small_local.append(x)
-            small_anchor.append(a)
-    if small_local:
-        torch._foreach_lerp_(small_local, small_anchor, weight)
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Without DistributedDataParallel and torch.compile around it, so that names agree."""
     model = uncompiled(model)
@@ -145,10 +68,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def uncompiled(model: nn.Module) -> nn.Module:
     inside = getattr(model, "_orig_mod", None)
     return inside if isinstance(inside, nn.Module) else model
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def trainable(inner: Optimizer) -> list[Tensor]:

@@ -183,6 +183,11 @@ class Schedule:
         kept = tuple(s for s in self.spans if s.start < clock)[-8:]  # older ones are over
         return replace(self, spans=(*kept, span), settled=settled)
 
+    def lengthened(self, clock: int, round: int, length: int) -> "Schedule":
+        """The round that begins at this clock has that length; later ones are not known yet."""
+        kept = tuple(s for s in self.spans if s.start < clock)[-8:]
+        return replace(self, spans=(*kept, Span(clock, round, length, 0)), settled=False)
+
     # -- stops ---------------------------------------------------------------------------------
 
     def offsets(self, length: int) -> tuple[int, ...]:

@@ -1,156 +1,185 @@
-"""What an optimizer saves, so that training resumed mid-round goes on bit for bit."""
+"""What an optimizer saves, so that training resumed mid-round goes on bit for bit.
 
-from dataclasses import fields
+One table says what the state is: each field's name, whose it is, what it holds, and how it is read
+from an optimizer and put back. Draws need no state, as plans are pure.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from palsgd.compression import Residue
-from palsgd.replica import Replica, local_tensor
-from palsgd.sync import Flight
-from palsgd.transport import Message
+from palsgd.auto_interval import Costs
+from palsgd.codecs.coded_mean import Residue
+from palsgd.flat import FlatModel
+from palsgd.replica import Replica
+from palsgd.schedule import Span
+from palsgd.sharding import is_sharded, local_tensor
+from palsgd.sync import Moment, PendingSync, SentPart
+from palsgd.transports.transport import Message
+from palsgd.worker import Progress
 
 if TYPE_CHECKING:
-    from palsgd.core import Core
     from palsgd.optimizer import LocalOptimizer
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry of a saved state."""
+
+    name: str
+    scope: str  # "global": equal on all workers; "worker": each one's own; "rank": of its shards
+    kind: str
+    meaning: str
+    save: Callable[["LocalOptimizer"], Any]
+    load: Callable[["LocalOptimizer", Any, bool], None]  # optimizer, saved value, strict
 
 
 def save_state(opt: "LocalOptimizer") -> dict[str, Any]:
-    """The keys of DESIGN's table (inner, outer, anchor, clock, seed, config) and the counts,
-    buffers, scheduler and ledger that belong to them. Draws need no state: plans are pure."""
-    core = opt._core
-    scheduler = core.scheduler
-    return {
-        "inner": opt.inner.state_dict(),
-        "outer": _outer_state(opt) if core.opened else None,
-        "anchor": _named_anchor(core.replica) if core.opened else None,
-        "buffers": core.buffers.state(),
-        "clock": core.clock,
-        "counts": core.counts(),
-        "seed": getattr(opt.method, "seed", None),
-        "config": dict(opt.config),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "ledger": core.ledger.as_dict(),
-        "own": {_rank_inside(opt): {"residues": _residues(core), "flight": _flight(opt)}},
-    }
+    return {"version": VERSION} | {field.name: field.save(opt) for field in SCHEMA}
 
 
 def load_state(opt: "LocalOptimizer", state: dict[str, Any], *, strict: bool) -> None:
-    if strict:
-        _check_settings(opt.config, state["config"])
-    saved, here = state["config"]["fragments"], opt.config["fragments"]
-    if saved != here:
-        raise ValueError(
-            f"the state was saved with fragments={saved}, here {here}: the outer optimizer's state "
-            f"is cut in other places; build the optimizer with fragments={saved}"
-        )
-    core = opt._core
-    opt.inner.load_state_dict(state["inner"])
-    core.opened = state["anchor"] is not None and core.replica.anchor is not None
-    if core.opened:
-        _load_anchor(core.replica, state["anchor"])
-        _load_outer(core.outer, _plain(state["outer"]), keep_settings=not strict)
-    elif core._outer is not None:
-        core.outer.state.clear()  # it starts empty at the switch
-    core.buffers.load(state["buffers"])
-    if core.scheduler is not None and state["scheduler"] is not None:
-        core.scheduler.load_state_dict(state["scheduler"])
-    core.ledger.load(state["ledger"])
-    own = state["own"][_rank_inside(opt)]
-    core.residues = {
-        (r["fragment"], r["message"]): Residue(r["own"].clone(), r["mean"].clone())
-        for r in own["residues"]
-    }
-    _load_flight(core, own["flight"])
-    core.resume(state["clock"], state["counts"])
+    if "version" not in state:
+        state = converted(state, opt)
+    for field in SCHEMA:
+        field.load(opt, state[field.name], strict)
+    opt._worker.resumed()
 
 
-def _rank_inside(opt: "LocalOptimizer") -> str:
-    """Residues and what is in flight belong to a rank, not to a worker: they are flat, and of
-    this rank's shards."""
-    inside = getattr(opt.transport, "inside", None)
-    return f"rank {0 if inside is None else dist.get_rank(inside)}"
+# -- settings ----------------------------------------------------------------------------------
 
 
-def _residues(core: "Core") -> list[dict[str, Any]]:
-    return [
-        {"fragment": f, "message": m, "own": r.own.clone(), "mean": r.mean.clone()}
-        for (f, m), r in core.residues.items()
-    ]
-
-
-def _flight(opt: "LocalOptimizer") -> dict[str, Any] | None:
-    """A sync that is under way is saved as arrived, so that a resumed run has nothing to wait
-    for. One that cannot arrive, since a peer is gone, is not in the state: its round is lost."""
-    flight = opt._core.flight
-    if flight is None:
-        return None
-    if not flight.arrived:
-        try:
-            flight.sent = opt.transport.finish(flight.message)
-        except RuntimeError:
-            return None
-        flight.arrived = True
-    kept = {f.name: getattr(flight, f.name) for f in fields(flight) if f.name != "message"}
-    left = flight.message.left
-    return kept | {
-        "departure": flight.departure.clone(),
-        "values": flight.message.values.clone(),
-        "left": None if left is None else [left.own.clone(), left.mean.clone()],
-    }
-
-
-def _load_flight(core: "Core", saved: dict[str, Any] | None) -> None:
-    if saved is None:
-        core.flight = None
-        return
-    kept = dict(saved)
-    left = kept.pop("left")
-    message = Message(kept.pop("values").clone())
-    message.left = None if left is None else Residue(left[0].clone(), left[1].clone())
-    core.flight = Flight(message=message, **kept | {"departure": kept["departure"].clone()})
-
-
-def _check_settings(mine: dict[str, Any], saved: dict[str, Any]) -> None:
+def _check_config(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
+    mine = opt.config
     differing = [
         f"{name}: saved {saved.get(name)!r}, here {mine.get(name)!r}"
         for name in mine | saved
         if mine.get(name) != saved.get(name)
     ]
-    if differing:
+    if strict and differing:
         raise ValueError(
             f"the state was saved under other settings ({'; '.join(differing)}); build the "
             "optimizer with the saved ones, or pass strict=False to go on under the new ones"
         )
+    if saved["fragments"] != mine["fragments"]:
+        raise ValueError(
+            f"the state was saved with fragments={saved['fragments']}, here {mine['fragments']}: "
+            "the outer optimizer's state is cut in other places; build the optimizer with "
+            f"fragments={saved['fragments']}"
+        )
 
 
-def _named_anchor(replica: Replica) -> dict[str, Tensor]:
-    assert replica.anchor is not None
-    views = zip(replica.names, replica.params, replica.anchor.views, strict=True)
+# -- progress ----------------------------------------------------------------------------------
+
+
+def _save_progress(opt: "LocalOptimizer") -> dict[str, Any]:
+    worker = opt._worker
+    return asdict(worker.at) | {
+        "spans": [tuple(span) for span in worker.schedule.spans],
+        "measuring": worker.interval is not None,
+        "costs": [] if worker.interval is None else [asdict(c) for c in worker.interval.costs],
+    }
+
+
+def _load_progress(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
+    worker, saved = opt._worker, dict(saved)
+    spans, measuring = saved.pop("spans"), saved.pop("measuring")
+    costs = [Costs(**found) for found in saved.pop("costs")]
+    saved["marks"] = [(steps, tuple(sums)) for steps, sums in saved["marks"]]
+    saved["last_record"] = tuple(saved["last_record"])
+    worker.at = Progress(**saved)
+    worker.at.has_anchor = worker.at.has_anchor and worker._syncer is not None
+    if worker.interval is not None and measuring:
+        worker.interval.costs = costs
+    elif worker.interval is not None or worker.method.varies_length:
+        worker.interval = None
+        _take_spans(opt, [Span(*span) for span in spans])
+
+
+def _take_spans(opt: "LocalOptimizer", spans: list[Span]) -> None:
+    """Rounds whose lengths were found while training."""
+    worker = opt._worker
+    settled = not worker.method.varies_length
+    worker.schedule = replace(worker.schedule, spans=tuple(spans), settled=settled)
+    worker.facts = replace(worker.facts, sync_every=spans[-1].length)
+
+
+# -- tensors like the model --------------------------------------------------------------------
+
+
+def _named(replica: Replica, kept: FlatModel) -> dict[str, Tensor]:
+    views = zip(replica.names, replica.params, kept.views, strict=True)
     return {name: _like_shard(view.clone(), param) for name, param, view in views}
 
 
-def _load_anchor(replica: Replica, saved: dict[str, Tensor]) -> None:
-    assert replica.anchor is not None
+@torch.no_grad()
+def _load_named(replica: Replica, kept: FlatModel, saved: dict[str, Tensor]) -> None:
     if set(saved) != set(replica.names):
         odd = sorted(set(saved) ^ set(replica.names))
         raise ValueError(f"the saved anchor is of another model: {odd[0]} is only on one side")
-    with torch.no_grad():
-        for name, view in zip(replica.names, replica.anchor.views, strict=True):
-            view.copy_(local_tensor(saved[name]))
+    for name, view in zip(replica.names, kept.views, strict=True):
+        view.copy_(local_tensor(saved[name]))
 
 
-def _outer_state(opt: "LocalOptimizer") -> dict[str, Any]:
+def _save_anchor(opt: "LocalOptimizer") -> dict[str, Tensor] | None:
+    worker = opt._worker
+    return _named(worker.inner.replica, worker.syncer.anchor) if worker.at.has_anchor else None
+
+
+def _load_anchor(opt: "LocalOptimizer", saved: dict[str, Tensor] | None, strict: bool) -> None:
+    worker = opt._worker
+    worker.at.has_anchor = saved is not None and worker._syncer is not None
+    if worker.at.has_anchor:
+        assert saved is not None
+        _load_named(worker.inner.replica, worker.syncer.anchor, saved)
+
+
+def _save_method(opt: "LocalOptimizer") -> dict[str, Any] | None:
+    worker = opt._worker
+    if not worker.at.has_anchor:
+        return None
+    states, replica = worker.syncer.states, worker.inner.replica
+    return {
+        "local": {name: _named(replica, kept) for name, kept in states.local.items()},
+        "global": {name: _named(replica, kept) for name, kept in states.common.items()},
+        "local scalars": dict(states.local_scalars),
+        "global scalars": dict(states.common_scalars),
+    }
+
+
+def _load_method(opt: "LocalOptimizer", saved: dict[str, Any] | None, strict: bool) -> None:
+    worker = opt._worker
+    if saved is None or not worker.at.has_anchor:
+        return
+    states, replica = worker.syncer.states, worker.inner.replica
+    for kept, found in ((states.local, saved["local"]), (states.common, saved["global"])):
+        for name in kept:
+            if name in found:
+                _load_named(replica, kept[name], found[name])
+    states.local_scalars.update(saved["local scalars"])
+    states.common_scalars.update(saved["global scalars"])
+
+
+# -- optimizers --------------------------------------------------------------------------------
+
+
+def _save_outer(opt: "LocalOptimizer") -> dict[str, Any] | None:
     """The outer optimizer's state, its tensors marked as shards where the parameters are."""
-    state = opt._core.outer.state_dict()
-    if opt._core.fragments > 1:  # of pieces, and nothing is sharded
+    worker = opt._worker
+    if not worker.at.has_anchor:
+        return None
+    state = worker.syncer.outer.state_dict()
+    if worker.at.fragments > 1:  # of pieces, and nothing is sharded
         return state
     state["state"] = {index: dict(entry) for index, entry in state["state"].items()}  # torch's own
-    params = opt._core.replica.params
+    params = worker.inner.replica.params
     for index, entry in state["state"].items():
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.shape == local_tensor(params[index]).shape:
@@ -158,19 +187,127 @@ def _outer_state(opt: "LocalOptimizer") -> dict[str, Any]:
     return state
 
 
-def _load_outer(outer: Optimizer, state: dict[str, Any], *, keep_settings: bool) -> None:
+def _load_outer(opt: "LocalOptimizer", saved: dict[str, Any] | None, strict: bool) -> None:
+    outer = opt.outer
+    if outer is None:
+        return
+    if not opt._worker.at.has_anchor or saved is None:
+        outer.state.clear()  # it starts empty at the switch
+        return
     own = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
-    outer.load_state_dict(state)
-    if keep_settings:
+    outer.load_state_dict(_plain(saved))
+    if not strict:
         for group, settings in zip(outer.param_groups, own, strict=True):
             group.update(settings)
 
 
+def _save_scheduler(opt: "LocalOptimizer") -> Any:
+    scheduler = opt._worker.inner.scheduler
+    return None if scheduler is None else scheduler.state_dict()
+
+
+def _load_scheduler(opt: "LocalOptimizer", saved: Any, strict: bool) -> None:
+    scheduler = opt._worker.inner.scheduler
+    if scheduler is not None and saved is not None:
+        scheduler.load_state_dict(saved)
+
+
+# -- what belongs to a rank --------------------------------------------------------------------
+
+
+def _save_rank(opt: "LocalOptimizer") -> dict[str, Any]:
+    syncer = opt._worker._syncer
+    residues = [] if syncer is None else syncer.residues.items()
+    return {
+        _rank(opt): {
+            "residues": [
+                {"fragment": f, "message": m, "own": r.own.clone(), "mean": r.mean.clone()}
+                for (f, m), r in residues
+            ],
+            "pending": _save_pending(opt),
+        }
+    }
+
+
+def _load_rank(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
+    syncer = opt._worker._syncer
+    if syncer is None:
+        return
+    own = saved[_rank(opt)]
+    syncer.residues = {
+        (r["fragment"], r["message"]): Residue(r["own"].clone(), r["mean"].clone())
+        for r in own["residues"]
+    }
+    syncer.pending = None if own["pending"] is None else _pending(own["pending"])
+
+
+def _rank(opt: "LocalOptimizer") -> str:
+    return f"rank {opt.transport.rank_inside}"
+
+
+def _save_pending(opt: "LocalOptimizer") -> dict[str, Any] | None:
+    """A sync that is under way is saved as arrived, so that a resumed run has nothing to wait
+    for. One that cannot arrive, since a peer is gone, is not in the state: its round is lost."""
+    syncer = opt._worker._syncer
+    pending = None if syncer is None else syncer.pending
+    if syncer is None or pending is None:
+        return None
+    if not pending.arrived:
+        try:
+            sent = [opt.transport.finish(message) for message in pending.messages]
+        except RuntimeError:
+            return None
+        for message, each in zip(pending.messages, sent, strict=True):
+            syncer.count_sent(pending, message, each)
+        pending.arrived = True
+    simple = {f.name: getattr(pending, f.name) for f in fields(pending)}
+    return simple | {
+        "at": tuple(pending.at),
+        "parts": [tuple(part) for part in pending.parts],
+        "messages": [_save_message(message) for message in pending.messages],
+        "local_when_sent": _cloned(pending.local_when_sent),
+    }
+
+
+def _save_message(message: Message) -> dict[str, Any]:
+    left = message.left
+    return {
+        "values": message.values.clone(),
+        "gather": message.gather,
+        "rows": _cloned(message.rows),
+        "left": None if left is None else [left.own.clone(), left.mean.clone()],
+    }
+
+
+def _pending(saved: dict[str, Any]) -> PendingSync:
+    kept = dict(saved)
+    fragment, clock, round, due, steps, sums, step_s = kept["at"]
+    kept["at"] = Moment(fragment, clock, round, due, steps, tuple(sums), step_s)
+    kept["parts"] = [SentPart(*part) for part in kept["parts"]]
+    kept["messages"] = [_message(found) for found in kept["messages"]]
+    kept["local_when_sent"] = _cloned(kept["local_when_sent"])
+    return PendingSync(**kept)
+
+
+def _message(saved: dict[str, Any]) -> Message:
+    left = saved["left"]
+    return Message(
+        saved["values"].clone(),
+        gather=saved["gather"],
+        rows=_cloned(saved["rows"]),
+        left=None if left is None else Residue(left[0].clone(), left[1].clone()),
+    )
+
+
+def _cloned(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
 def _like_shard(local: Tensor, param: Tensor) -> Tensor:
     """`local` as the same shard of a whole that `param`'s local tensor is of its own."""
-    if not isinstance(param, DTensor):
+    if not is_sharded(param):
         return local
-    return DTensor.from_local(
+    return type(param).from_local(
         local, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
     )
 
@@ -180,3 +317,104 @@ def _plain(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return local_tensor(state) if isinstance(state, Tensor) else state
+
+
+def _load_inner(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
+    opt.inner.load_state_dict(saved)
+
+
+def _load_buffers(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
+    opt._worker.warmup.buffers.load(saved)
+
+
+def _load_ledger(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
+    opt._worker.ledger.load(saved)
+
+
+# In the order in which they are loaded: settings are compared before anything changes.
+SCHEMA = (
+    Field("config", "global", "settings", "the settings that must agree", lambda o: dict(o.config), _check_config),
+    Field("progress", "worker", "numbers", "clock, counts and rounds", _save_progress, _load_progress),
+    Field("inner", "worker", "optimizer", "the inner optimizer", lambda o: o.inner.state_dict(), _load_inner),
+    Field("anchor", "global", "model", "the global model; None in the warm-up", _save_anchor, _load_anchor),
+    Field("outer", "global", "optimizer", "the outer optimizer", _save_outer, _load_outer),
+    Field("method", "worker", "model", "the method's local and global states", _save_method, _load_method),
+    Field("buffers", "global", "tensors", "the global model's buffers", lambda o: o._worker.warmup.buffers.state(), _load_buffers),
+    Field("scheduler", "worker", "numbers", "the learning-rate schedule", _save_scheduler, _load_scheduler),
+    Field("ledger", "rank", "numbers", "what the worker did", lambda o: o._worker.ledger.as_dict(), _load_ledger),
+    Field("rank", "rank", "flat", "residues of codecs, and the sync under way", _save_rank, _load_rank),
+)  # fmt: skip
+
+
+# -- states of release 0.1.0 -------------------------------------------------------------------
+
+
+def converted(state: dict[str, Any], opt: "LocalOptimizer") -> dict[str, Any]:
+    """A state that release 0.1.0 saved, in today's form."""
+    counts, config = state["counts"], state["config"]
+    groups, fragments = len(opt.inner.param_groups), config["fragments"]
+    none = tuple([0.0] * groups)
+    warmup = opt.config["warmup_steps"]
+    start = 0 if warmup == float("inf") else int(warmup)
+    spans = [(start, 0, opt._worker.facts.sync_every, 0)]
+    if not counts["measuring"] and tuple(counts["origin"]) != (warmup, 0):
+        clock, round = counts["origin"]
+        spans.append((int(clock), round, counts["sync_every"], config["delay"]))
+    return {
+        "version": VERSION,
+        # settings that 0.1.0 did not have, or did not give this method, are as they are here
+        "config": {name: config.get(name, mine) for name, mine in opt.config.items()},
+        "progress": {
+            "fragments": fragments,
+            "clock": state["clock"],
+            "gradient_steps": counts["gradient_steps"],
+            "rounds": counts["rounds"],
+            "epoch": counts["epoch"],
+            "synced": counts["synced"],
+            "has_anchor": state["anchor"] is not None,
+            "sent_at": list(counts["sent_at"]),
+            "last_record": tuple(counts["since_sync"]),
+            "rate_sums": list(none),
+            "marks": [(counts["gradient_steps"], none)] * fragments,
+            "scalars": {},
+            "spans": spans,
+            "measuring": counts["measuring"],
+            "costs": [{"sync_s": sync, "step_s": step} for sync, step in counts["costs"]],
+        },
+        **{name: state[name] for name in ("inner", "outer", "anchor", "buffers", "scheduler")},
+        "method": None,
+        "ledger": state["ledger"],
+        "rank": {
+            rank: {
+                "residues": own["residues"],
+                "pending": None if own["flight"] is None else _flight(own["flight"], none),
+            }
+            for rank, own in state["own"].items()
+        },
+    }
+
+
+def _flight(flight: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
+    """A sync that was under way; its text names the round and the clock it was sent at."""
+    found = re.search(r"round (\d+) \(clock (\d+)\)", flight["where"])
+    round, clock = (int(n) for n in found.groups()) if found else (0, flight["due"])
+    return {
+        "at": (flight["fragment"], clock, round, flight["due"], 0, rate_sums, 0.0),
+        "finite": flight["finite"],
+        "parts": [("model", "mean", True)],
+        "messages": [
+            {
+                "values": flight["values"],
+                "gather": False,
+                "rows": None,
+                "left": flight["left"],
+            }
+        ],
+        "scalars": [],
+        "tail": flight["extras"],
+        "distance": flight["distance"],
+        "sent": flight["sent"],
+        "arrived": flight["arrived"],
+        "parked": False,
+        "local_when_sent": flight["departure"],
+    }

@@ -1,239 +1,482 @@
-"""One synchronization: Delta = mean_k(x - x_k), x <- OuterOPT(x, Delta), x_k <- x.
+"""One synchronization: D = mean_k(x - x_k), x <- OuterOPT(x, D), x_k <- x.
 
-Of the whole model, or of one fragment of it. `synchronize` does it at one point of the clock;
-`launch` sends, and `land` applies what came back some steps later: x_k <- x + what the local
-model has gained since it was sent.
+It is of the whole model, or of one fragment of it. `send` and `apply` are its halves; `sync` does
+both at one point of the clock. Other steps may lie between them (`delay`), and then the local
+model keeps what it has gained meanwhile: x_k <- x + (x_k - x_k when it was sent).
+
+First come all messages, then all changes, so that a lost peer cannot leave half a sync behind. A
+worker that lost a peer after the second of five messages, had it applied them one by one, would
+hold two fifths of the new global model and three of the old.
 """
 
 import time
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from palsgd.layout import Bucket, Buckets
-from palsgd.roll_call import Attendance
-from palsgd.transport import Begin, Finish, Message, Request
+from palsgd.buffers import Buffers
+from palsgd.checks import check_choice
+from palsgd.codecs.codec import Codec
+from palsgd.codecs.coded_mean import Residue
+from palsgd.flat import Bucket
+from palsgd.guard import Guard, Verdict, WorkerReport, waiting
+from palsgd.inner import forget_nonfinite
+from palsgd.memory import MessageMemory
+from palsgd.meter import Meter
+from palsgd.method import REDUCTIONS, Method, Part, Payload
+from palsgd.method_view import MethodView
+from palsgd.payload import wire_bytes
+from palsgd.tensors import Reduced, WorkerTensors
+from palsgd.transports.requests import Finish, Request, Start
+from palsgd.transports.transport import Message
 
-if TYPE_CHECKING:
-    from palsgd.core import Core
+_WEIGHT = "weight of this worker"  # the scalar that weighted parts are divided by
 
-Exchange = Generator[Request, int, None]
+
+class Moment(NamedTuple):
+    """When a sync is sent, and what its worker has done since the last one of this fragment."""
+
+    fragment: int
+    clock: int
+    round: int
+    due: int  # the clock at which it is applied
+    gradient_steps: int
+    rate_sums: tuple[float, ...]  # of each parameter group
+    step_s: float  # seconds of a gradient step, while they are asked for
+
+
+class SentPart(NamedTuple):
+    """What one message holds."""
+
+    name: str
+    reduction: str
+    displacement: bool  # anchor minus local model, in the order of its bucket
 
 
 @dataclass
-class Flight:
+class PendingSync:
     """A fragment that has been sent and not yet applied."""
 
-    fragment: int
-    message: Message
-    extras: int  # elements at the end of the message that are not of the model
-    departure: Tensor  # the local fragment as it was when it was sent
-    due: int  # the clock at which it is applied
-    where: str
-    distance: float
-    finite: bool
-    sent: int = 0
+    at: Moment
+    finite: bool = True  # is this worker's model?
+    parts: list[SentPart] = field(default_factory=list)  # one for each message
+    messages: list[Message] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+    tail: int = 0  # numbers behind the values of the first message: header, buffers, scalars
+    distance: float = 0.0
+    sent: int = 0  # bytes
     arrived: bool = False
+    parked: bool = False  # do the means wait in the local model?
+    local_when_sent: Tensor | None = None  # None: the local model has not moved since
+
+    @property
+    def where(self) -> str:
+        return f"the sync of round {self.at.round} (clock {self.at.clock})"
 
 
-def synchronize(core: "Core", fragment: int) -> Exchange:
-    """First every message, then every change, so a lost peer cannot leave half a sync behind.
+@dataclass(frozen=True)
+class Arrival:
+    """What the tail of the first message says: the sync may go ahead."""
 
-    A worker that lost a peer after the second of five messages, had it applied them one by
-    one, would hold two fifths of the new global model and three of the old. So the means are
-    only collected while messages are still to come. They need a place: one bucket if the model
-    fits into one, else the local model, which the sync is about to overwrite anyway; should the
-    exchange fail then, the local model goes back to the anchor and the round is lost, never
-    the global model. A low-precision model cannot hold the means and gets one large bucket; so
-    does an overlapped one, which has it anyway.
-    """
-    replica, anchor = core.replica, core.anchor
-    replica.check_unchanged()
-    local = replica.local()
-    whole = core.overlapped or any(t.dtype != replica.dtype for t in local)
-    buckets = core.buckets(fragment, whole=whole)
-    several, parked = len(buckets.ranges) > 1, False
-    start, bytes_before = core.watch.now(), core.ledger.bytes_sent
-    squares, contributors = anchor.flat.new_zeros(()), core.workers
-    messages: list[Message] = []
-    try:
-        for number, bucket in enumerate(buckets.ranges):
-            bucket.subtract(anchor.flat, anchor.views, local)
-            squares += torch.linalg.vector_norm(bucket.flat).square()
-            if number == 0:
-                seen_all = not several and len(anchor.ranges) == 1 and bool(squares.isfinite())
-                mine = _attend(core, fragment, seen_all)
-            if not mine.finite:  # some rank of this worker has seen inf or nan
-                bucket.flat.zero_()
-            if number == 0:
-                extras, message = yield from _exchange_first(core, fragment, buckets, mine)
-                contributors = core.judge(extras, core.where())
-            else:
-                message = core.message(bucket.flat, 0, fragment, number)
-                core.count_message((yield message))
-            messages.append(message)
-            if contributors < core.workers:
-                bucket.flat.mul_(core.workers / contributors)
-            if several:
-                parked = True
-                bucket.write(local)
-    except BaseException:
-        if parked:
-            anchor.give_fragment(fragment)
-        raise
-    _outer_step(
-        core,
-        fragment,
-        anchor.parts(fragment, local) if parked else buckets.ranges[0].parts(),
-    )
-    anchor.give_fragment(fragment)
-    if not mine.finite:
-        _start_over(core)
-    core.keep_residues(fragment, messages)
-    _settle_buffers(core, fragment, extras, contributors)
-    core.watch.add("sync_s", start, core.watch.now())
-    core.record_sync(fragment, float(squares.sqrt()), core.ledger.bytes_sent - bytes_before)
+    verdict: Verdict
+    numbers: Tensor  # the mean of buffers and scalars
 
 
-def launch(core: "Core", fragment: int) -> Exchange:
-    """Send a fragment; the answer is waited for in `land`. Its one message has a buffer of its
-    own, as the local model goes on meanwhile."""
-    core.replica.check_unchanged()
-    local, start = core.replica.local(), core.watch.now()
-    buckets = core.buckets(fragment, whole=True)
-    bucket = buckets.ranges[0]
-    bucket.subtract(core.anchor.flat, core.anchor.views, local)
-    distance = float(torch.linalg.vector_norm(bucket.flat))
-    mine = _attend(core, fragment, seen_all=False)
-    if not mine.finite:
-        bucket.flat.zero_()
-    extras = _extras(core, fragment, mine)
-    values, _ = buckets.first_message(extras)
-    message = core.message(values, len(extras), fragment, 0)
-    departure = core.departure(fragment)
-    departure.read(local)
-    yield Begin(message)
-    core.flight = Flight(
-        fragment=fragment,
-        message=message,
-        extras=len(extras),
-        departure=departure.flat,
-        due=core.clock + core.delay,
-        where=core.where(),
-        distance=distance,
-        finite=mine.finite,
-    )
-    core.watch.add("sync_s", start, core.watch.now())
+@dataclass(frozen=True)
+class Outcome:
+    """A sync that is through."""
+
+    at: Moment
+    distance: float
+    sent: int
+    contributors: int
+    reports: list[WorkerReport]
+    scalars: dict[str, float]
 
 
-def land(core: "Core") -> Exchange:
-    """Apply the mean that has come back: the new global fragment, and on top of it all that the
-    local one has gained since it was sent."""
-    flight = core.flight
-    assert flight is not None
-    start, began = core.watch.now(), time.perf_counter()
-    if not flight.arrived:
-        flight.sent = yield Finish(flight.message)
-        flight.arrived = True
-    core.exchange_s = time.perf_counter() - began  # only what the steps since did not hide
-    values, fragment = flight.message.values, flight.fragment
-    elements = len(values) - flight.extras
-    mean, extras = values[:elements], values[elements:]
-    contributors = core.judge(extras, flight.where)
-    if contributors < core.workers:
-        mean.mul_(core.workers / contributors)
-    low = core.anchor.ranges[fragment].start
-    _outer_step(core, fragment, Bucket(core.replica.layout, low, mean).parts())
-    _move_along(core, flight)
-    core.flight = None
-    core.count_message(flight.sent)
-    core.keep_residues(fragment, [flight.message])
-    _settle_buffers(core, fragment, extras, contributors)
-    core.watch.add("sync_s", start, core.watch.now())
-    core.record_sync(fragment, flight.distance, flight.sent)
+class Syncer:
+    """Sends fragments of the local model and applies the means that come back."""
 
+    def __init__(
+        self,
+        *,
+        method: Method,
+        view: MethodView,
+        inner: Optimizer,
+        outer: Optimizer,
+        buffers: Buffers,
+        guard: Guard,
+        memory: MessageMemory,
+        meter: Meter,
+        codec: Codec | None,
+        delayed: bool,
+    ):
+        self.method, self.view, self.inner, self.outer = method, view, inner, outer
+        self.replica, self.anchor, self.states = view.replica, view.anchor, view.states
+        self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
+        self.codec = codec
+        self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
+        self.pending: PendingSync | None = None  # the sync that is under way
+        # Means that arrived wait until the last message is in. They wait in the bucket if there is
+        # one bucket, otherwise in the local parameters, which are overwritten next anyway. Where
+        # the local model is of low precision, goes on meanwhile, or is read by the method's own
+        # rules, a fragment has one bucket of any size.
+        low = any(t.dtype != self.replica.dtype for t in self.replica.local())
+        rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
+        self.whole = delayed or low or rules
 
-def _move_along(core: "Core", flight: Flight) -> None:
-    """x_k <- x + (x_k - x_k when it was sent)."""
-    if not flight.finite:
-        _start_over(core)
-        return
-    part = core.anchor.ranges[flight.fragment]
-    shift = torch.sub(
-        core.anchor.flat[part.start : part.stop], flight.departure, out=flight.departure
-    )
-    Bucket(core.replica.layout, part.start, shift).add(core.replica.local())
+    # -- the two halves ------------------------------------------------------------------------
 
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
+        """Send and apply at once."""
+        start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
+        try:
+            for message, bucket in self._pack(pending):
+                began = time.perf_counter()
+                sent = yield message
+                if arrival is None:
+                    self.meter.exchange_s = time.perf_counter() - began
+                self.count_sent(pending, message, sent)
+                if arrival is None:
+                    arrival = self._check(pending)
+                self._rescale(message, arrival)
+                if self._parks(at.fragment):
+                    assert bucket is not None
+                    pending.parked = True
+                    bucket.write(self.replica.local())
+        except BaseException:
+            if pending.parked:  # the round is lost, never the global model
+                self.anchor.copy_to_local(at.fragment)
+            raise
+        assert arrival is not None
+        return self._conclude(pending, arrival, start)
 
-def _start_over(core: "Core") -> None:
-    """A worker whose model was not finite goes on from the global one, all fragments of it."""
-    core.anchor.give()
-    forget_nonfinite(core.inner)
+    def send(self, at: Moment) -> Generator[Request, int, None]:
+        """Send a fragment; `apply` waits for the answer. The buffer of its message is its own, as
+        the local model goes on meanwhile."""
+        start, pending = self.meter.watch.now(), PendingSync(at)
+        for message, _ in self._pack(pending):
+            yield Start(message)
+        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
+        kept.read(self.replica.local())
+        pending.local_when_sent = kept.flat
+        self.pending = pending
+        self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
+    def apply(self) -> Generator[Request, int, Outcome]:
+        """Apply the means that have come back."""
+        pending = self.pending
+        assert pending is not None
+        start, began = self.meter.watch.now(), time.perf_counter()
+        if not pending.arrived:
+            for message in pending.messages:
+                self.count_sent(pending, message, (yield Finish(message)))
+            pending.arrived = True
+        self.meter.exchange_s = time.perf_counter() - began  # only what the steps did not hide
+        arrival = self._check(pending)
+        for message in pending.messages:
+            self._rescale(message, arrival)
+        outcome = self._conclude(pending, arrival, start)
+        self.pending = None
+        return outcome
 
-def _attend(core: "Core", fragment: int, seen_all: bool) -> Attendance:
-    finite = (seen_all or _all_finite(core.replica.local())) and core.buffers.finite()
-    return core.attendance(finite=finite, fragment=fragment)
+    # -- sending -------------------------------------------------------------------------------
 
+    def _pack(self, pending: PendingSync) -> Iterator[tuple[Message, Bucket | None]]:
+        """The messages of a sync, each filled when it is asked for. The first has the tail."""
+        self.replica.check_unchanged()
+        at = pending.at
+        w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
+        payload = self.method.payload(w)
+        parts = due_parts(payload, at.round)
+        squares: Any = self.memory.template.new_zeros(())
+        for part, values, bucket in self._values(at, parts):
+            if bucket is not None:
+                squares += torch.linalg.vector_norm(values).square()
+            if not pending.messages:
+                report = self._report(pending, parts, squares)
+            if not pending.finite:  # some rank of this worker has seen inf or nan
+                values.zero_()
+            elif part.reduction == "weighted":
+                values.mul_(payload.weight)
+            message = self._message(pending, part, values)
+            if not pending.messages:
+                tail = self._tail(pending, payload, report)
+                message.values = self.memory.with_tail(values, tail)
+                message.exact = pending.tail = len(tail)
+            pending.messages.append(message)
+            pending.parts.append(SentPart(part.name, part.reduction, bucket is not None))
+            yield message, bucket
+        if any(part.tensors is None for part in parts):
+            pending.distance = float(squares.sqrt())
+        else:
+            pending.distance = w.norm(torch._foreach_sub(w.anchor, w.local))
 
-def _extras(core: "Core", fragment: int, mine: Attendance) -> Tensor:
-    """What all must know before anything is applied: the roll call; and the buffers, which
-    travel with the last fragment."""
-    extras = core.roll_call.encode(core.worker, mine, core.like)
-    if core.buffers.averaged and core.is_last(fragment):
-        extras = torch.cat(
-            [extras, core.buffers.encode(core.worker, core.like, finite=mine.finite)]
+    def _values(
+        self, at: Moment, parts: list[Part]
+    ) -> Iterator[tuple[Part, Tensor, Bucket | None]]:
+        """The values of each message, and the bucket that holds them if they are the displacement."""
+        for part in parts:
+            if part.tensors is not None:
+                yield part, flattened(part.tensors, self.memory.template), None
+                continue
+            local = self.replica.local()
+            for bucket in self._buckets(at.fragment):
+                bucket.subtract(self.anchor.flat, self.anchor.views, local)
+                yield part, bucket.flat, bucket
+
+    def _buckets(self, fragment: int) -> list[Bucket]:
+        return self.memory.buckets(self.anchor.ranges[fragment], whole=self.whole).ranges
+
+    def _parks(self, fragment: int) -> bool:
+        """Does a fragment travel in several buckets, whose means wait in the local model?"""
+        return not self.whole and len(self.anchor.ranges[fragment]) > self.memory.bucket_size
+
+    def _message(self, pending: PendingSync, part: Part, values: Tensor) -> Message:
+        if part.reduction == "gather" or self.method.overrides("weights"):
+            return Message(values, gather=True)
+        if self.codec is None or not part.coded:
+            return Message(values)
+        number = len(pending.messages)
+        return Message(values, 0, self.codec, self.residues.get((pending.at.fragment, number)))
+
+    def _report(self, pending: PendingSync, parts: list[Part], squares: Tensor) -> WorkerReport:
+        """This worker's part of the header. The norm of the displacement tells whether a model
+        that travels in one message is finite; otherwise every tensor is looked at."""
+        fragment = pending.at.fragment
+        alone = len(self.anchor.ranges) == 1 and not self._parks(fragment)
+        seen = alone and parts[0].tensors is None and bool(squares.isfinite())
+        own = [t for part in parts if part.tensors is not None for t in part.tensors]
+        finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        report = self.guard.report(
+            self.anchor.digest(fragment) + self.states.digest(fragment),
+            finite=finite and self.buffers.finite(),
+            meter=self.meter,
+            step_s=pending.at.step_s,
+            device=self.replica.device,
         )
-    return extras
+        pending.finite = report.finite
+        return report
+
+    def _tail(self, pending: PendingSync, payload: Payload, report: WorkerReport) -> Tensor:
+        """What all must know before anything is applied: the header, the buffers, which travel
+        with the last fragment, and the method's scalars."""
+        like = self.memory.template
+        sections = [self.guard.encode(report, like)]
+        if self.buffers.averaged and self._ends_round(pending.at):
+            sections.append(self.buffers.encode(self.guard.worker, like, finite=report.finite))
+        scalars = dict(payload.scalars)
+        if any(part.reduction == "weighted" for part in payload.parts):
+            scalars[_WEIGHT] = payload.weight
+        if scalars:
+            pending.scalars = list(scalars)
+            sections.append(like.new_tensor([float(v) * report.finite for v in scalars.values()]))
+        return torch.cat(sections) if len(sections) > 1 else sections[0]
+
+    def _ends_round(self, at: Moment) -> bool:
+        return at.fragment == len(self.anchor.ranges) - 1
+
+    def count_sent(self, pending: PendingSync, message: Message, sent: int) -> None:
+        pending.sent += sent
+        coded = message.codec is not None and message.codec.gathered
+        self.count_message(sent, gathered=message.gather or coded)
+
+    def count_message(self, sent: int, *, gathered: bool = False) -> None:
+        ledger = self.meter.ledger
+        ledger.messages += 1
+        ledger.bytes_sent += sent
+        ledger.bytes_on_the_wire += wire_bytes(sent, self.guard.workers, gathered=gathered)
+
+    # -- what came back ------------------------------------------------------------------------
+
+    def _check(self, pending: PendingSync) -> Arrival:
+        """Raise unless the sync may go ahead: every worker reads the reports of all."""
+        first, header = pending.messages[0], self.guard.header.size
+        if first.gather:
+            assert first.rows is not None
+            tail = first.rows[:, -pending.tail :].mean(0)
+        else:
+            tail = first.values[-pending.tail :].clone()
+        verdict = self.guard.check(tail[:header], pending.where)
+        self._book_waiting(verdict.reports)
+        return Arrival(verdict, tail[header:])
+
+    def _book_waiting(self, reports: list[WorkerReport]) -> None:
+        """A worker learns how long it waited in one sync from the reports in the next."""
+        ledger = self.meter.ledger
+        if ledger.history:
+            waited = waiting(reports, self.guard.worker)
+            ledger.history[-1]["waiting_s"] = waited
+            ledger.waiting_s += waited
+            ledger.sync_s -= waited
+
+    def _rescale(self, message: Message, arrival: Arrival) -> None:
+        """Workers that were left out sent zeros."""
+        contributors = arrival.verdict.contributors
+        if contributors < self.guard.workers and not message.gather:
+            message.values.mul_(self.guard.workers / contributors)
+
+    def _scalars(self, pending: PendingSync, arrival: Arrival) -> dict[str, float]:
+        """The means of the method's scalars over the workers that took part."""
+        if not pending.scalars:
+            return {}
+        scale = self.guard.workers / arrival.verdict.contributors
+        means = arrival.numbers[-len(pending.scalars) :].double() * scale
+        return dict(zip(pending.scalars, means.tolist(), strict=True))
+
+    # -- the changes ---------------------------------------------------------------------------
+
+    def _conclude(self, pending: PendingSync, arrival: Arrival, start: Any) -> Outcome:
+        """The one tail of a sync, plain or delayed: the global model, the local one, buffers."""
+        at, verdict = pending.at, arrival.verdict
+        scalars = self._scalars(pending, arrival)
+        self._global_step(pending, scalars, verdict.contributors)
+        if pending.finite:
+            self._restart(pending)
+        else:
+            self._start_over()
+        for number, message in enumerate(pending.messages):
+            if message.left is not None:
+                self.residues[at.fragment, number] = message.left
+        if self._ends_round(at):
+            self.buffers.after_sync(arrival.numbers, self.guard.workers, verdict.contributors)
+        self.meter.watch.add("sync_s", start, self.meter.watch.now())
+        scalars.pop(_WEIGHT, None)
+        return Outcome(
+            at, pending.distance, pending.sent, verdict.contributors, verdict.reports, scalars
+        )
+
+    def _global_step(
+        self, pending: PendingSync, scalars: dict[str, float], contributors: int
+    ) -> None:
+        """Only this fragment's pieces have a gradient, and so only they move."""
+        at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0))
+        params = self.anchor.outer_params[at.fragment]
+        if any(p.name == "model" and p.reduction != "gather" for p in pending.parts):
+            for param, mean in zip(params, parts["model"], strict=True):
+                param.grad = mean
+        w = self._tensors(at, lambda: self._pieces_as_sent(pending))
+        try:
+            self.method.apply(w, Reduced(parts, scalars, contributors), self.outer)
+        finally:
+            for param in params:
+                param.grad = None
+        self.states.keep_scalars(w)
+
+    def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
+        fragment = pending.at.fragment
+        if pending.local_when_sent is None:
+            return self.view.local_pieces(fragment)
+        return self.view.pieces_in(fragment, pending.local_when_sent)
+
+    def _reduced(self, pending: PendingSync, weight: float) -> dict[str, list[Tensor]]:
+        """What came back, part by part, as tensors like the fragment's."""
+        if pending.parked:
+            return {pending.parts[0].name: self.view.local_pieces(pending.at.fragment)}
+        found: dict[str, list[Tensor]] = {}
+        for number, (part, message) in enumerate(
+            zip(pending.parts, pending.messages, strict=True)
+        ):
+            tail = pending.tail if number == 0 else 0
+            values = message.values[: len(message.values) - tail]
+            if message.gather:
+                values = self._from_rows(message, tail, part, pending.at)
+            if part.reduction == "weighted":
+                values = values.div_(weight)
+            found[part.name] = self._shaped(pending.at.fragment, part, values)
+        return found
+
+    def _from_rows(self, message: Message, tail: int, part: SentPart, at: Moment) -> Tensor:
+        """All workers' values, or this worker's own mean over some of them."""
+        assert message.rows is not None
+        rows = message.rows[:, : message.rows.shape[1] - tail]
+        if part.reduction == "gather":
+            return rows
+        return weighted_sum(rows, self.method.weights(self.guard.worker, at.round))
+
+    def _shaped(self, fragment: int, part: SentPart, values: Tensor) -> list[Tensor]:
+        """Flat values, or a row of them for each worker, as tensors like the fragment's."""
+        if part.displacement and values.dim() > 1:
+            rows = [self.view.pieces_in(fragment, row) for row in values]
+            return [torch.stack(each) for each in zip(*rows, strict=True)]
+        if part.displacement:
+            return self.view.pieces_in(fragment, values)
+        return unflattened(values, self.anchor.pieces(fragment))
+
+    def _restart(self, pending: PendingSync) -> None:
+        """What the local model becomes."""
+        fragment = pending.at.fragment
+        if self.method.overrides("restart"):
+            w = self._tensors(pending.at, lambda: self.view.local_pieces(fragment))
+            self.method.restart(w)
+            self.anchor.put_back(fragment, w.local, [t.detach() for t in self.replica.local()])
+            self.states.keep_scalars(w)
+        elif pending.local_when_sent is None:
+            self.anchor.copy_to_local(fragment)
+        else:
+            self._keep_local_progress(fragment, pending.local_when_sent)
+
+    def _keep_local_progress(self, fragment: int, when_sent: Tensor) -> None:
+        """x_k <- x + (x_k - x_k when it was sent)."""
+        shift = torch.sub(self.anchor.part(fragment), when_sent, out=when_sent)
+        low = self.anchor.ranges[fragment].start
+        Bucket(self.replica.layout, low, shift).add(self.replica.local())
+
+    def _start_over(self) -> None:
+        """A worker whose model was not finite goes on from the global one, all fragments of it."""
+        self.anchor.copy_to_local()
+        self.states.reset_local()
+        w = self.view.whole()
+        self.method.join(w)
+        self.states.keep_scalars(w)
+        forget_nonfinite(self.inner)
+
+    def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
+        return self.view.fragment(
+            at.fragment, local, at.rate_sums, round=at.round, gradient_steps=at.gradient_steps
+        )
 
 
-def _exchange_first(
-    core: "Core", fragment: int, buckets: Buckets, mine: Attendance
-) -> Generator[Request, int, tuple[Tensor, Message]]:
-    """The first bucket with its extras. Returns the mean of those, and the message."""
-    extras = _extras(core, fragment, mine)
-    values, place = buckets.first_message(extras)
-    message = core.message(values, len(extras), fragment, 0)
-    began = time.perf_counter()
-    core.count_message((yield message))
-    extras.copy_(place)
-    core.exchange_s = time.perf_counter() - began
-    return extras, message
+def due_parts(payload: Payload, round: int) -> list[Part]:
+    """The parts that travel with this round, checked."""
+    found = [part for part in payload.parts if (round + 1) % part.every == 0]
+    for part in payload.parts:
+        check_choice(f"the reduction of {part.name!r}", part.reduction, REDUCTIONS)
+    if not found:
+        raise ValueError(
+            f"no part of the payload travels with round {round}; give one of "
+            f"{', '.join(part.name for part in payload.parts)} every=1"
+        )
+    return found
 
 
-def _outer_step(core: "Core", fragment: int, means: list[Tensor]) -> None:
-    """Only this fragment's pieces have a gradient, and so only they move."""
-    pieces = core.anchor.pieces[fragment]
-    for param, mean in zip(pieces, means, strict=True):
-        param.grad = mean
-    try:
-        core.method.global_rule(core.outer)
-    finally:
-        for param in pieces:
-            param.grad = None
+def weighted_sum(rows: Tensor, weights: Any) -> Tensor:
+    """The rows of some workers, each times its weight, in the order of the workers."""
+    total = torch.zeros_like(rows[0])
+    for peer, weight in sorted(weights.items()):
+        total.add_(rows[peer], alpha=weight)
+    return total
 
 
-def _settle_buffers(core: "Core", fragment: int, extras: Tensor, contributors: int) -> None:
-    if core.is_last(fragment):
-        core.buffers.settle(extras[core.roll_call.size :], core.workers, contributors)
+def flattened(tensors: Any, like: Tensor) -> Tensor:
+    """Tensors end to end in a fresh flat buffer."""
+    return torch.cat([like, *(t.detach().reshape(-1).to(like.dtype) for t in tensors)])
 
 
-def _all_finite(tensors: list[Tensor]) -> bool:
+def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The inverse of `flattened`; axes before the last stay."""
+    chunks = values.split([t.numel() for t in like], dim=-1)
+    return [c.reshape(*values.shape[:-1], *t.shape) for c, t in zip(chunks, like, strict=True)]
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
     # A norm reads each tensor once and is inf or nan if any element is. It may also overflow on
     # finite ones; only then is every element looked at.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()])
+    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
     if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
         return True
     return all(bool(t.isfinite().all()) for t in tensors)
-
-
-def forget_nonfinite(inner: Optimizer) -> None:
-    """Drop inner state that holds inf or nan: it would spoil the next round as well."""
-    for state in inner.state.values():
-        tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
-        if not all(bool(t.isfinite().all()) for t in tensors):
-            state.clear()

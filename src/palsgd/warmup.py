@@ -1,20 +1,22 @@
 """The warm-up phase: plain DDP. Who averages the gradients, and how that is switched off."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+import sys
+from collections.abc import Callable, Generator, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from palsgd.replica import uncompiled
-from palsgd.roll_call import Attendance, check_consensus
-from palsgd.transport import Message
-
-if TYPE_CHECKING:
-    from palsgd.core import Core
-    from palsgd.sync import Exchange
+from palsgd.anchor import digest
+from palsgd.buffers import Buffers
+from palsgd.flat import Buckets
+from palsgd.guard import Guard, WorkerReport
+from palsgd.memory import MessageMemory
+from palsgd.meter import Meter
+from palsgd.replica import Replica, uncompiled
+from palsgd.transports.requests import Request
+from palsgd.transports.transport import Message
 
 
 class GradientSync(Protocol):
@@ -80,8 +82,10 @@ def gradient_sync(model: nn.Module) -> GradientSync:
 
 
 def _replicated_meshes(model: nn.Module) -> Iterator[object]:
+    # A program that has not imported FSDP has no such module, and importing it takes seconds.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if kind is not None and isinstance(module, kind):
             state = module._get_fsdp_state()
             one = getattr(state, "_fsdp_param_group", None)  # torch <= 2.11 holds one, later a list
             for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
@@ -89,34 +93,78 @@ def _replicated_meshes(model: nn.Module) -> Iterator[object]:
                     yield group.mesh_info
 
 
-def average_gradients(core: "Core") -> "Exchange":
-    """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
-    parameter without one on any worker keeps none."""
-    replica, buckets = core.replica, core.buckets()
-    present = core.like.new_tensor([float(p.grad is not None) for p in replica.params])
-    # Before the first step, nobody else compares plain modules: the roll call does. Later it
-    # travels empty, so that a step costs the same bytes whether training was resumed or not.
-    mine = Attendance(0, True, 0.0)
-    if not core.started_alike:
-        mine = core.attendance(finite=True, model=buckets)
-    parts = [present, core.roll_call.encode(core.worker, mine, core.like)]
-    if core.buffers.averaged:
-        parts.append(core.buffers.encode(core.worker, core.like))
-    sizes, extras = [part.numel() for part in parts], torch.cat(parts)
-    for number, bucket in enumerate(buckets.ranges):
-        bucket.read(_or_zeros(replica.grads(), replica.local()))
-        if number == 0:
-            message, place = buckets.first_message(extras)
-            core.count_message((yield Message(message)))
-            extras.copy_(place)
-            shares, roll, *buffers = extras.split(sizes)
-            check_consensus(core.roll_call.decode(roll), f"the first step (clock {core.clock})")
-            core.started_alike = True
-            _make_missing(replica.params, shares.tolist())
-        else:
-            core.count_message((yield Message(bucket.flat)))
-        bucket.write(_or_zeros(replica.grads(), replica.local()))
-    core.buffers.settle(torch.cat([core.like, *buffers]), core.workers, core.workers)
+class Warmup:
+    """Plain DDP: gradients are averaged during backward, or inside `step()` where nobody does."""
+
+    def __init__(
+        self,
+        gradient_sync: GradientSync,
+        replica: Replica,
+        memory: MessageMemory,
+        guard: Guard,
+        buffers: Buffers,
+        meter: Meter,
+    ):
+        self.gradient_sync = gradient_sync
+        self._replica, self._memory, self._guard = replica, memory, guard
+        self.buffers, self._meter = buffers, meter
+        self.compared = False  # have all workers shown that they begin with the same model?
+
+    @property
+    def template(self) -> Tensor:
+        """An empty tensor of the type and device of all messages."""
+        return self._memory.template
+
+    @property
+    def in_step(self) -> bool:
+        """Must `step()` average the gradients?"""
+        return self.gradient_sync.in_step
+
+    def switch(self, *, on: bool) -> None:
+        self.gradient_sync.switch(on=on)
+
+    def average(
+        self, clock: int, count: Callable[[int], None]
+    ) -> Generator[Request, int, None]:
+        """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
+        parameter without one on any worker keeps none."""
+        replica, like = self._replica, self._memory.template
+        buckets = self._memory.buckets(self._memory.model)
+        sections = [
+            like.new_tensor([float(p.grad is not None) for p in replica.params]),
+            self._guard.encode(self._report(clock, buckets), like),
+        ]
+        if self.buffers.averaged:
+            sections.append(self.buffers.encode(self._guard.worker, like))
+        sizes, tail = [section.numel() for section in sections], torch.cat(sections)
+        for number, bucket in enumerate(buckets.ranges):
+            bucket.read(_or_zeros(replica.grads(), replica.local()))
+            if number == 0:
+                values = self._memory.with_tail(bucket.flat, tail)
+                count((yield Message(values)))
+                tail.copy_(values[-len(tail) :])
+                shares, header, *means = tail.split(sizes)
+                self._guard.check_alike(header, f"the first step (clock {clock})")
+                self.compared = True
+                _make_missing(replica.params, shares.tolist())
+            else:
+                count((yield Message(bucket.flat)))
+            bucket.write(_or_zeros(replica.grads(), replica.local()))
+        workers = self._guard.workers
+        self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
+
+    def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
+        """Before the first step nobody else compares plain modules, so the header does. Later it
+        travels empty: a step costs the same bytes whether training was resumed or not."""
+        if self.compared:
+            return WorkerReport(0, True, 0.0)
+        own = clock
+        for bucket in buckets.ranges:
+            bucket.read(self._replica.local())
+            own += digest(bucket.flat)
+        return self._guard.report(
+            own, finite=True, meter=self._meter, step_s=0.0, device=self._replica.device
+        )
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from palsgd.draws import whole
+from palsgd.checks import check_int
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Auto:
                 f"share={self.share!r} must be a number in (0, 1): the part of the time that may "
                 "go into communication"
             )
-        whole("least", self.least, least=1)
-        whole("rounds", self.rounds, least=2)
-        if whole("most", self.most, least=1) < self.least:
+        check_int("least", self.least, least=1)
+        check_int("rounds", self.rounds, least=2)
+        if check_int("most", self.most, least=1) < self.least:
             raise ValueError(f"most={self.most!r} must be at least least={self.least}")
 
     def choose(self, costs: "Costs", *, fragments: int, delay: int, gradient_share: float) -> int:
@@ -62,3 +62,24 @@ def interval(sync_every: "int | str | Auto") -> tuple[int, Auto | None]:
     if isinstance(sync_every, str):
         raise ValueError(f"sync_every={sync_every!r} must be a whole number >= 1, or 'auto'")
     return sync_every, None
+
+
+class AutoInterval:
+    """Measures the first rounds of a run, then chooses H, from figures all workers see alike."""
+
+    def __init__(self, auto: Auto, *, fragments: int, delay: int):
+        self.auto, self.delay, self._fragments = auto, delay, fragments
+        self.costs: list[Costs] = []  # of each sync so far
+
+    def note(self, costs: Costs) -> None:
+        self.costs.append(costs)
+
+    def after_round(self, rounds: int, *, share: float) -> tuple[int, Costs] | None:
+        """After enough rounds: the H to go on with, and the costs it was chosen from."""
+        if rounds != self.auto.rounds:
+            return None
+        found = Costs.of(self.costs[1:] or self.costs)
+        chosen = self.auto.choose(
+            found, fragments=self._fragments, delay=self.delay, gradient_share=share
+        )
+        return chosen, found

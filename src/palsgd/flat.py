@@ -51,7 +51,8 @@ class Layout:
 
 
 class Bucket:
-    """One range of a layout, in a buffer that other ranges use before and after.
+    """Elements [low, high) of a flat model. All buckets of a sync use the same memory, one after
+    the other.
 
     The range may cut through tensors: one larger than a bucket spans several.
     """
@@ -105,6 +106,23 @@ class Bucket:
                 found.append((i, self._layout.flattened(i, tensors[i])[part]))
         return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0])]
 
+    def owners(self) -> list[int]:
+        """The index of the tensor that each of `parts` belongs to."""
+        return sorted([i for i, _ in self._whole] + [i for i, _, _ in self._cut])
+
+    def put_back(self, parts: list[Tensor], tensors: list[Tensor]) -> None:
+        """Write parts that `parts(tensors)` had to copy back into `tensors`."""
+        whole, cut = dict(self._whole), {i: part for i, part, _ in self._cut}
+        for i, part in zip(self.owners(), parts, strict=True):
+            if tensors[i].stride() == self._layout.strides[i]:
+                continue  # a view
+            if i in whole:
+                tensors[i].copy_(part)
+            else:
+                flat = self._layout.flattened(i, tensors[i])
+                flat[cut[i]].copy_(part)
+                tensors[i].copy_(self._layout.view(i, flat, 0))
+
     def add(self, tensors: list[Tensor]) -> None:
         """Add the bucket to `tensors`, as far as they are in this range."""
         for i, view in self._whole:
@@ -148,7 +166,45 @@ class Buckets:
         return message, message[elements:]
 
 
-def fragments(size: int, count: int) -> list[range]:
+class FlatModel:
+    """Tensors like the model in one flat buffer, seen tensor by tensor, or fragment by fragment.
+
+    The bounds of a fragment may cut a tensor in two; such a fragment has the piece of it.
+    """
+
+    def __init__(
+        self, layout: Layout, ranges: list[range], *, dtype: torch.dtype, device: torch.device
+    ):
+        self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
+        self.views, self.ranges = layout.views(self.flat), ranges
+        self._fragments = [Bucket(layout, r.start, self.flat[r.start : r.stop]) for r in ranges]
+
+    def part(self, fragment: int) -> Tensor:
+        """The flat elements of a fragment."""
+        return self._fragments[fragment].flat
+
+    def pieces(self, fragment: int) -> list[Tensor]:
+        """The fragment tensor by tensor."""
+        return self._fragments[fragment].parts()
+
+    def pieces_of(self, fragment: int, tensors: list[Tensor]) -> list[Tensor]:
+        """What lies in `tensors` where `pieces` lie here: views, but of a tensor that does not
+        fill its memory a copy, which `put_back` writes back."""
+        return self._fragments[fragment].parts(tensors)
+
+    def write(self, fragment: int, tensors: list[Tensor]) -> None:
+        """Set `tensors`, as far as the fragment reaches, from here."""
+        self._fragments[fragment].write(tensors)
+
+    def put_back(self, fragment: int, pieces: list[Tensor], tensors: list[Tensor]) -> None:
+        self._fragments[fragment].put_back(pieces, tensors)
+
+    def owners(self, fragment: int) -> list[int]:
+        """The index of the tensor that each of `pieces` belongs to."""
+        return self._fragments[fragment].owners()
+
+
+def split_evenly(size: int, count: int) -> list[range]:
     """`count` parts of a flat buffer, equal but for what alignment asks."""
     if count == 1:
         return [range(size)]

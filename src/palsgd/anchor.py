@@ -1,0 +1,51 @@
+"""The last global model."""
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.flat import FlatModel, split_evenly
+from palsgd.replica import Replica
+
+
+class Anchor(FlatModel):
+    """The last global model in full precision, in `fragments` parts that are synced on their own."""
+
+    def __init__(self, replica: Replica, fragments: int = 1):
+        layout = replica.layout
+        ranges = split_evenly(layout.size, fragments)
+        super().__init__(layout, ranges, dtype=replica.dtype, device=replica.device)
+        self._replica = replica
+        # what the outer optimizer moves: of each fragment its tensors, or pieces of them
+        self.outer_params = [
+            [nn.Parameter(piece) for piece in self.pieces(f)] for f in range(fragments)
+        ]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for params in self.outer_params for param in params]
+
+    @torch.no_grad()
+    def set_from_local(self) -> None:
+        """The local model becomes the global one."""
+        torch._foreach_copy_(self.views, self._replica.local())
+
+    @torch.no_grad()
+    def copy_to_local(self, fragment: int | None = None) -> None:
+        """The global model, or a fragment of it, becomes the local one."""
+        if fragment is None:
+            torch._foreach_copy_(self._replica.local(), self.views)
+        else:
+            self.write(fragment, self._replica.local())
+
+    def digest(self, fragment: int | None = None) -> int:
+        """32 bits that are equal on two workers whose anchors are equal, bit for bit."""
+        return digest(self.flat if fragment is None else self.part(fragment))
+
+
+def digest(flat: Tensor) -> int:
+    """32 bits of a flat float32 or float64 tensor: the sum of its 8-byte words, folded."""
+    pairs = flat.numel() * flat.itemsize // 8
+    total = int(flat[: pairs * 8 // flat.itemsize].view(torch.int64).sum())
+    if flat.numel() * flat.itemsize % 8:
+        total += int(flat[-1:].view(torch.int32))
+    return (total ^ (total >> 32)) & 0xFFFFFFFF

@@ -1,0 +1,117 @@
+"""Several methods as one: their hooks run in order, and their payloads are joined."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from palsgd.method import Facts, Method, Payload, Rate, Rates
+from palsgd.tensors import Reduced, WorkerTensors, highest, lowest
+
+ONCE = ("plan", "length", "gradient_share", "apply", "restart", "weights", "global_model")
+
+
+def composed(method: Any) -> Method:
+    """One method from one or several."""
+    if isinstance(method, type) and issubclass(method, Method):
+        raise ValueError(f"method={method.__name__} is a class; give an instance of it")
+    if isinstance(method, Method):
+        return method
+    if not isinstance(method, Sequence) or not all(isinstance(m, Method) for m in method):
+        raise ValueError(f"method={method!r} must be a palsgd.Method, or a list of them")
+    if len(method) == 1:
+        return method[0]
+    for slot in ONCE:
+        users = [m for m in method if m.overrides(slot)]
+        if len(users) > 1:
+            raise ValueError(
+                f"{users[0]} and {users[1]} both have a {slot} of their own, and there can be one; "
+                "use one of them"
+            )
+    return Composed(methods=tuple(method))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed(Method):
+    methods: tuple[Method, ...]
+
+    def _user(self, slot: str) -> Method:
+        return next((m for m in self.methods if m.overrides(slot)), Method())
+
+    def overrides(self, slot: str) -> bool:
+        return any(m.overrides(slot) for m in self.methods)
+
+    def __str__(self) -> str:
+        return " + ".join(map(str, self.methods))
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            f"{method}.{name}": value
+            for method in self.methods
+            for name, value in method.settings().items()
+        }
+
+    @property
+    def local_state(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(entry for m in self.methods for entry in m.local_state)
+
+    @property
+    def global_state(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return tuple(entry for m in self.methods for entry in m.global_state)
+
+    def refusals(self) -> dict[str, str]:
+        return {k: v for method in reversed(self.methods) for k, v in method.refusals().items()}
+
+    @property
+    def gradient_share(self) -> float:
+        return self._user("gradient_share").gradient_share
+
+    def length(self, round: int, facts: Facts) -> int:
+        return self._user("length").length(round, facts)
+
+    def plan(self, worker: int, round: int, length: int, facts: Facts) -> list[bool]:
+        return self._user("plan").plan(worker, round, length, facts)
+
+    def check(self, rates: Sequence[float]) -> None:
+        for method in self.methods:
+            method.check(rates)
+
+    def before_gradient(self, w: WorkerTensors) -> None:
+        for method in self.methods:
+            method.before_gradient(w)
+
+    def after_gradient(
+        self, w: WorkerTensors, rate: Rates | None, mixing: Sequence[Rates]
+    ) -> tuple[Rate, Rate] | None:
+        ranges = [method.after_gradient(w, rate, mixing) for method in self.methods]
+        found = [r for r in ranges if r is not None]
+        if not found:
+            return None
+        return lowest([low for low, _ in found]), highest([high for _, high in found])
+
+    def payload(self, w: WorkerTensors) -> Payload:
+        payloads = [m.payload(w) for m in self.methods if m.overrides("payload")] or [Payload()]
+        parts = {part.name: part for payload in payloads for part in payload.parts}
+        scalars = {k: v for payload in payloads for k, v in payload.scalars.items()}
+        weight: Any = 1.0
+        for payload in payloads:
+            weight = weight * payload.weight
+        return Payload(tuple(parts.values()), scalars, weight)
+
+    def apply(self, w: WorkerTensors, reduced: Reduced, outer: Optimizer) -> None:
+        self._user("apply").apply(w, reduced, outer)
+
+    def restart(self, w: WorkerTensors) -> None:
+        self._user("restart").restart(w)
+
+    def join(self, w: WorkerTensors) -> None:
+        for method in self.methods:
+            method.join(w)
+
+    def weights(self, worker: int, round: int) -> Any:
+        return self._user("weights").weights(worker, round)
+
+    def global_model(self, w: WorkerTensors) -> Sequence[Tensor] | None:
+        return self._user("global_model").global_model(w)

@@ -1,0 +1,147 @@
+"""The header of a sync, and what all workers check in it before they change anything.
+
+Each worker puts a digest of its anchor, a finite flag and the seconds of its last exchange into the
+first message of a sync. Every worker reads the headers of all of them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from palsgd.auto_interval import Costs
+from palsgd.errors import ConsensusError, NonFiniteError
+from palsgd.meter import Meter
+from palsgd.payload import REPORT, REPORT_WITH_COSTS
+from palsgd.transports.transport import Transport
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One worker's part of the header."""
+
+    digest: int  # of its anchor, 32 bits
+    finite: bool  # is its local model?
+    seconds: float  # its last exchange took, waiting included
+    sync_s: float = 0.0  # its last sync took, that exchange included
+    step_s: float = 0.0  # a gradient step takes it
+
+
+class Header:
+    """A few numbers per worker. Each worker fills its own place, so the mean has them all.
+
+    The 32-bit digest travels as two 16-bit halves. K times a float32 mean over K workers is off
+    by at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
+    """
+
+    def __init__(self, workers: int, *, with_costs: bool = False):
+        self._workers = workers
+        self._fields = REPORT_WITH_COSTS if with_costs else REPORT
+        self.size = self._fields * workers
+
+    def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
+        section = like.new_zeros(self.size)
+        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(not mine.finite)]
+        line += [mine.seconds, mine.sync_s, mine.step_s]
+        own = section[self._fields * worker : self._fields * (worker + 1)]
+        own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
+        return section
+
+    def decode(self, mean: Tensor) -> list[WorkerReport]:
+        lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
+        return [
+            WorkerReport(round(low) + (round(high) << 16), round(broken) == 0, *seconds)
+            for low, high, broken, *seconds in lines
+        ]
+
+
+class Guard:
+    """Makes this worker's report, and judges those of all."""
+
+    def __init__(
+        self, transport: Transport, *, with_costs: bool, compares: bool, skip_nonfinite: bool
+    ):
+        self.worker, self.workers = transport.worker, transport.workers
+        self.header = Header(transport.workers, with_costs=with_costs)
+        self.compares = compares  # must all workers hold the same anchor?
+        self.skip_nonfinite = skip_nonfinite
+        self._combine = transport.combine
+
+    def report(
+        self, digest: int, *, finite: bool, meter: Meter, step_s: float, device: torch.device
+    ) -> WorkerReport:
+        """This worker's report. All its ranks, if several, give the same one."""
+        whole = torch.tensor([digest, not finite], device=device)
+        self._combine(whole)
+        total, broken = whole.tolist()
+        return WorkerReport(
+            total & 0xFFFFFFFF, not broken, meter.exchange_s, meter.sync_s, step_s
+        )
+
+    def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
+        return self.header.encode(self.worker, mine, like)
+
+    def check_alike(self, header: Tensor, where: str) -> None:
+        """Raise unless all workers hold the same model."""
+        if self.compares:
+            check_consensus(self.header.decode(header), where)
+
+    def check(self, header: Tensor, where: str) -> "Verdict":
+        """Raise unless the sync may go ahead."""
+        reports = self.header.decode(header)
+        if self.compares:
+            check_consensus(reports, where)
+        return Verdict(check_finite(reports, where, self.skip_nonfinite), reports)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A sync may go ahead."""
+
+    contributors: int  # workers whose model is in the mean
+    reports: list[WorkerReport]
+
+
+def check_consensus(reports: list[WorkerReport], where: str) -> None:
+    """Raise on every worker alike if not all anchors are the same."""
+    common = Counter(line.digest for line in reports).most_common(1)[0][0]
+    odd = [worker for worker, line in enumerate(reports) if line.digest != common]
+    if odd:
+        raise ConsensusError(
+            f"{_workers(odd)} of {len(reports)} hold another global model than the rest at "
+            f"{where}; nothing was averaged. Start every worker from the same weights (same seed, "
+            "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
+            "from one checkpoint"
+        )
+
+
+def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:
+    """How many workers take part in the mean; raise on every worker alike if some may not."""
+    broken = [worker for worker, line in enumerate(reports) if not line.finite]
+    if broken and not (skip and len(broken) < len(reports)):
+        raise NonFiniteError(
+            f"the model of {_workers(broken)} of {len(reports)} has inf or nan at {where}; "
+            "nothing was averaged. Lower the learning rate or clip gradients, or pass "
+            "on_nonfinite='skip' to leave such workers out of the mean"
+        )
+    return len(reports) - len(broken)
+
+
+def waiting(reports: list[WorkerReport], worker: int) -> float:
+    """How long this worker waited in the last exchange: the last to arrive did not wait at
+    all, so the shortest exchange is what sending takes, and the rest of ours was waiting."""
+    return max(0.0, reports[worker].seconds - min(line.seconds for line in reports))
+
+
+def costs(reports: list[WorkerReport]) -> Costs:
+    """Of the last sync, without waiting, and of a gradient step: those of the slowest worker."""
+    quickest = min(line.seconds for line in reports)
+    return Costs(
+        max(line.sync_s - (line.seconds - quickest) for line in reports),
+        max(line.step_s for line in reports),
+    )
+
+
+def _workers(indices: list[int]) -> str:
+    return ("worker " if len(indices) == 1 else "workers ") + ", ".join(map(str, indices))

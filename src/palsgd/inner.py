@@ -1,0 +1,104 @@
+"""The inner optimizer: several as one, and learning rates that are divided for one step."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from palsgd.replica import Replica
+
+
+class ChainedOptimizer(Optimizer):
+    """Several inner optimizers as one (Muon takes matrices only, AdamW the rest). Groups and state
+    are those of the parts, whose order is kept."""
+
+    def __init__(self, parts: Sequence[Optimizer]):
+        self.parts = list(parts)
+        if not self.parts or not all(isinstance(part, Optimizer) for part in self.parts):
+            kinds = ", ".join(type(part).__name__ for part in self.parts) or "none"
+            raise ValueError(f"inner must be torch optimizers, got {kinds}; give one or a list")
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        kept = {p: state for part in self.parts for p, state in part.state.items()}
+        return defaultdict(dict, kept)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The base class would install a state of its own; the parts have theirs."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(saved)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __repr__(self) -> str:
+        return " + ".join(type(part).__name__ for part in self.parts)
+
+
+class InnerStep:
+    """The step of the inner optimizer, with what belongs to it: clipping and the schedule."""
+
+    def __init__(self, optimizer: Optimizer, replica: Replica, max_norm: float | None):
+        self.optimizer, self.replica, self.max_norm = optimizer, replica, max_norm
+        self.scheduler: Any = None  # stepped once per tick of the clock
+
+    def rates(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def clip(self) -> None:
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.replica.params, self.max_norm)
+
+    def step(self, share: float) -> list[float]:
+        """One step with the learning rates divided by `share`; returns them undivided."""
+        rates = self.rates()
+        if share == 1:
+            self.optimizer.step()
+        else:
+            with divided_rates(self.optimizer, share):
+                self.optimizer.step()
+        return rates
+
+    def tick(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+
+@contextmanager
+def divided_rates(inner: Optimizer, share: float) -> Iterator[None]:
+    """The groups' learning rates are divided by `share` inside. They are put back whatever
+    happens there, but for a rate that somebody else has set meanwhile."""
+    saved = [group["lr"] for group in inner.param_groups]
+    divided = [lr / share for lr in saved]
+    for group, lr in zip(inner.param_groups, divided, strict=True):
+        group["lr"] = lr
+    try:
+        yield
+    finally:
+        for group, lr, inside in zip(inner.param_groups, saved, divided, strict=True):
+            if group["lr"] is inside or group["lr"] == inside:
+                group["lr"] = lr
+
+
+def forget_nonfinite(inner: Optimizer) -> None:
+    """Drop inner state that holds inf or nan: it would spoil the next round as well."""
+    for state in inner.state.values():
+        tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        if not all(bool(t.isfinite().all()) for t in tensors):
+            state.clear()

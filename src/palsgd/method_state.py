@@ -1,0 +1,54 @@
+"""What a method keeps beside the model: tensors like the model, and numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from palsgd.anchor import digest
+from palsgd.flat import FlatModel
+from palsgd.method import Method, state_names, state_scalars
+from palsgd.replica import Replica
+from palsgd.tensors import WorkerTensors
+
+
+class MethodState:
+    """Each worker's own state (`local`) and the one that all workers share (`common`)."""
+
+    def __init__(self, method: Method, replica: Replica, ranges: list[range]):
+        def new() -> FlatModel:
+            return FlatModel(replica.layout, ranges, dtype=replica.dtype, device=replica.device)
+
+        self.local = {name: new() for name in state_names(method.local_state)}
+        self.common = {name: new() for name in state_names(method.global_state)}
+        self.local_scalars = state_scalars(method.local_state)
+        self.common_scalars = state_scalars(method.global_state)
+        self._initial = dict(self.local_scalars)
+
+    def sources(self, fragment: int | None) -> dict[str, Callable[[], Any]]:
+        """The tensors by name, of the whole model or of a fragment."""
+        return {
+            name: (lambda kept=kept: kept.views if fragment is None else kept.pieces(fragment))
+            for name, kept in (self.local | self.common).items()
+        }
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        return self.local_scalars | self.common_scalars
+
+    def keep_scalars(self, w: WorkerTensors) -> None:
+        """A rule sets a number by assigning it to `w`."""
+        for kept in (self.local_scalars, self.common_scalars):
+            for name in kept:
+                kept[name] = float(getattr(w, name))
+
+    @torch.no_grad()
+    def reset_local(self) -> None:
+        for kept in self.local.values():
+            kept.flat.zero_()
+        self.local_scalars.update(self._initial)
+
+    def digest(self, fragment: int | None) -> int:
+        """Of what all workers must hold alike."""
+        kept = self.common.values()
+        return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)

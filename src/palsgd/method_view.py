@@ -1,0 +1,140 @@
+"""How a worker's tensors are shown to the rules of its method."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from palsgd.anchor import Anchor
+from palsgd.flat import Bucket
+from palsgd.method_state import MethodState
+from palsgd.replica import Replica
+from palsgd.sharding import local_tensor
+from palsgd.tensors import WorkerTensors
+from palsgd.transports.transport import Transport
+
+
+class MethodView:
+    """Makes the `w` of a method's slots: of the whole model, or of a fragment of it."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        anchor: Anchor,
+        states: MethodState,
+        inner: Optimizer,
+        transport: Transport,
+    ):
+        self.replica, self.anchor, self.states = replica, anchor, states
+        self._inner, self._transport = inner, transport
+        self._group_of = [
+            next(g for g, members in enumerate(replica.groups) if i in members)
+            for i in range(len(replica.params))
+        ]
+
+    def whole(self, **known: Any) -> WorkerTensors:
+        """All tensors of the model."""
+        sources = self.states.sources(None) | {
+            "local": self.replica.local,
+            "anchor": lambda: self.anchor.views,
+            "inner": lambda: InnerState(self._inner, self.replica.params, lambda tensors: tensors),
+        }
+        return self._made(sources, groups=self.replica.groups, **known)
+
+    def with_gradients(self, **known: Any) -> WorkerTensors:
+        """The tensors that have a gradient, with it."""
+        have = [i for i, p in enumerate(self.replica.params) if p.grad is not None]
+        local, params = self.replica.local(), self.replica.params
+        sources: dict[str, Callable[[], Any]] = {
+            name: (lambda source=source: [source()[i] for i in have])
+            for name, source in self.states.sources(None).items()
+        }
+        sources |= {
+            "local": lambda: [local[i] for i in have],
+            "anchor": lambda: [self.anchor.views[i] for i in have],
+            "grad": lambda: [local_tensor(params[i].grad) for i in have],  # type: ignore[arg-type]
+        }
+        return self._made(sources, groups=self._groups([self._group_of[i] for i in have]), **known)
+
+    def fragment(
+        self,
+        fragment: int,
+        local: Callable[[], list[Tensor]],
+        rate_sums: Sequence[float],
+        **known: Any,
+    ) -> WorkerTensors:
+        """The tensors of a fragment, or pieces of them; `local` gives those of the local model."""
+        group_of = [self._group_of[i] for i in self.anchor.owners(fragment)]
+        params = self.replica.params
+
+        def cut(tensors: list[Tensor]) -> list[Tensor]:
+            return self.anchor.pieces_of(fragment, tensors)
+
+        sources = self.states.sources(fragment) | {
+            "local": local,
+            "anchor": lambda: self.anchor.pieces(fragment),
+            "inner": lambda: InnerState(self._inner, params, cut),
+            "rate_sums": lambda: [rate_sums[g] for g in group_of],
+        }
+        return self._made(sources, groups=self._groups(group_of), **known)
+
+    def local_pieces(self, fragment: int) -> list[Tensor]:
+        """The fragment's part of the local model as it is now."""
+        return self.anchor.pieces_of(fragment, [t.detach() for t in self.replica.local()])
+
+    def pieces_in(self, fragment: int, flat: Tensor) -> list[Tensor]:
+        """A flat buffer of a fragment's elements, tensor by tensor."""
+        return Bucket(self.replica.layout, self.anchor.ranges[fragment].start, flat).parts()
+
+    def _groups(self, group_of: list[int]) -> list[list[int]]:
+        return [
+            [i for i, group in enumerate(group_of) if group == g]
+            for g in range(len(self.replica.groups))
+        ]
+
+    def _made(self, sources: dict[str, Callable[[], Any]], **known: Any) -> WorkerTensors:
+        return WorkerTensors(
+            sources,
+            worker=self._transport.worker,
+            workers=self._transport.workers,
+            initial_rates=self.replica.initial_rates,
+            _norm=self._norm,
+            **self.states.scalars,
+            **known,
+        )
+
+    def _norm(self, tensors: Iterable[Tensor]) -> float:
+        total = torch.zeros(1, dtype=torch.float64, device=self.replica.device)
+        for tensor in tensors:
+            total += tensor.double().square().sum()
+        self._transport.sum_over_shards(total)
+        return float(total.sqrt())
+
+
+class InnerState:
+    """The inner optimizer's tensors by name. Those that it has not made yet are missing."""
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        params: list[Tensor],
+        cut: Callable[[list[Tensor]], list[Tensor]],
+    ):
+        self._inner, self._params, self._cut = inner, params, cut
+
+    def __contains__(self, name: str) -> bool:
+        return self._found(name) is not None
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        """One tensor per parameter; an empty list if the inner optimizer has none of that name."""
+        found = self._found(name)
+        return [] if found is None else self._cut(found)
+
+    def _found(self, name: str) -> list[Tensor] | None:
+        state = self._inner.state
+        tensors = [state[p].get(name) if p in state else None for p in self._params]
+        if not all(isinstance(t, Tensor) for t in tensors):
+            return None
+        return [local_tensor(t) for t in tensors]  # type: ignore[arg-type]

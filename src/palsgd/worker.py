@@ -1,0 +1,492 @@
+"""One worker's steps, as a generator that yields whenever something must be exchanged.
+
+`Worker` sends nothing. Whoever drives it does what a yielded request asks for and resumes it with
+the number of bytes handed over: `opt.step()` through a transport, the simulator with its other
+workers. What happens when is the schedule's matter, what a step does the method's, what a sync
+does the syncer's.
+"""
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from palsgd.auto_interval import AutoInterval
+from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
+from palsgd.guard import costs
+from palsgd.inner import InnerStep
+from palsgd.ledger import Ledger
+from palsgd.meter import Meter
+from palsgd.method import Facts, Method
+from palsgd.payload import wire_bytes
+from palsgd.schedule import Due, Schedule
+from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
+from palsgd.transports.requests import Request
+from palsgd.transports.transport import Message
+from palsgd.warmup import Warmup
+
+Exchange = Generator[Request, int, None]
+
+
+@dataclass
+class Progress:
+    """How far a worker is. All of it is saved."""
+
+    fragments: int = 1
+    clock: int = 0  # steps so far, steps without data included
+    gradient_steps: int = 0
+    rounds: int = 0  # completed, each with its sync
+    epoch: int = 0  # passes over the data that until() has begun, less one
+    synced: bool = False  # was the last thing that happened a sync?
+    has_anchor: bool = False  # has the local phase begun?
+    sent_at: list[int] = field(default_factory=list)  # the clock of each fragment's last sync
+    last_record: tuple[int, int, int] = (0, 0, 0)  # clock, gradient and mixing steps then
+    rate_sums: list[float] = field(default_factory=list)  # of each parameter group, so far
+    marks: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)  # by fragment: then
+    scalars: dict[str, float] = field(default_factory=dict)  # the method's, from the last sync
+
+    def __post_init__(self) -> None:
+        self.sent_at = self.sent_at or [-1] * self.fragments
+
+
+class Worker:
+    def __init__(
+        self,
+        *,
+        method: Method,
+        facts: Facts,
+        schedule: Schedule,
+        number: int,
+        inner: InnerStep,
+        warmup: Warmup,
+        syncer: Syncer | None,
+        meter: Meter,
+        listeners: Listeners,
+        interval: AutoInterval | None,
+    ):
+        self.method, self.facts, self.schedule, self.number = method, facts, schedule, number
+        self.inner, self.warmup, self._syncer = inner, warmup, syncer
+        self.meter, self.listeners = meter, listeners
+        self.interval = interval  # None once H is settled
+        self.at = Progress(fragments=schedule.fragments)
+        self.at.rate_sums = [0.0] * len(inner.optimizer.param_groups)
+        self._plan: tuple[int, list[bool]] = (-1, [])
+        self._plain_until = -1  # gradient steps that begin before this clock have nothing around
+
+    @property
+    def syncer(self) -> Syncer:
+        assert self._syncer is not None
+        return self._syncer
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.meter.ledger
+
+    @property
+    def warming_up(self) -> bool:
+        return self.schedule.warms_up(self.at.clock)
+
+    @property
+    def leads(self) -> bool:
+        """May the local model differ from the anchor right after a sync?"""
+        delayed = any(span.delay for span in self.schedule.spans)
+        will_be = self.interval is not None and self.interval.delay > 0
+        own = self.method.overrides("restart")
+        return self.schedule.fragments > 1 or delayed or will_be or own
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(self) -> Exchange:
+        """Take the gradient at hand, then every step up to the next one that needs a gradient."""
+        if self.warming_up:
+            yield from self._warmup_step()
+        else:
+            yield from self.prepare()
+            self.at.synced = False
+            self._tick_head()
+            rate = self._gradient_step(self.method.gradient_share)
+            yield from self._to_next_gradient(rate)
+        if not self.at.has_anchor or self.at.synced:
+            yield from self.prepare()
+            self.meter.leave_step()
+        self._look_ahead()
+
+    def plain_step(self) -> bool:
+        """Take the gradient at hand if nothing else is to be done before or after it."""
+        if self.at.clock >= self._plain_until:
+            return False
+        self.at.synced = False
+        rate = self._gradient_step(self.method.gradient_share)
+        self._after_gradient(rate, [])
+        return True
+
+    def prepare(self) -> Exchange:
+        """Do everything that must happen before the next gradient is computed: repeat a failed
+        sync, take the anchor after the warm-up, run rounds without gradients (their syncs change
+        the model)."""
+        if self.at.has_anchor:
+            yield from self._run_due()
+        if self.warming_up or self._at_end():
+            return
+        if not self.at.has_anchor:
+            yield from self._start_local_phase()
+        if self.leads:  # steps without data count at once: the anchor is elsewhere
+            yield from self._to_next_gradient(None)
+            return
+        while not self._at_end() and self._mixing_run() == self._to_next_due():
+            self._tick_head()
+            yield from self._run_due()
+
+    def _to_next_gradient(self, rate: list[float] | None) -> Exchange:
+        """Steps without data, and the syncs between them; `rate` has the learning rates of the
+        gradient step before them, if one was just taken. Where a sync leaves the local model at
+        the anchor, stop after it, so that the clock is a multiple of H whenever `synced`."""
+        while True:
+            run = 0 if self._at_end() or self._due() else self._mixing_run()
+            if run or rate is not None:
+                self._after_gradient(rate, self._tick_without_data(run))
+            rate = None
+            if not self._due():
+                return
+            yield from self._run_due()
+            if not self.leads or self._at_end():
+                return
+
+    def _warmup_step(self) -> Exchange:
+        before = self.ledger.bytes_sent
+        if self.warmup.in_step:
+            self.meter.gradient_done()
+            with self.meter.watch.timing("sync_s"):
+                yield from self.warmup.average(self.at.clock, self._count_message)
+            self.meter.leave_step()
+        elif self.facts.workers > 1:
+            sent = sum(g.nbytes for g in self.inner.replica.grads() if g is not None)
+            self.ledger.bytes_sent += sent
+            self.ledger.bytes_on_the_wire += wire_bytes(sent, self.facts.workers)
+        self._gradient_step(1.0)
+        self.ledger.warmup_steps += 1
+        self.ledger.syncs += 1
+        if not self.warming_up:
+            self.warmup.switch(on=False)
+        sent = self.ledger.bytes_sent - before
+        self._tell(Averaged, bytes_sent=sent)
+
+    def _start_local_phase(self) -> Exchange:
+        """The model becomes the anchor, once all workers have shown that theirs is the same."""
+        syncer, at = self.syncer, self.at
+        syncer.anchor.set_from_local()
+        syncer.buffers.set_from_local()
+        guard, like = syncer.guard, syncer.memory.template
+        report = guard.report(
+            syncer.anchor.digest() + syncer.states.digest(None),
+            finite=True,
+            meter=self.meter,
+            step_s=0.0,
+            device=self.inner.replica.device,
+        )
+        header = guard.encode(report, like)
+        syncer.count_message((yield Message(header)))
+        guard.check_alike(header, f"the start of the local phase (clock {at.clock})")
+        at.has_anchor = True
+        at.sent_at = [at.clock] * at.fragments
+        at.marks = [self._mark()] * at.fragments
+        at.last_record = (at.clock, at.gradient_steps, self.ledger.mixing_steps)
+        self._extend_schedule()
+
+    def _gradient_step(self, share: float) -> list[float]:
+        """The inner step with the gradient at hand. Returns the learning rates, undivided."""
+        self.inner.clip()
+        if self.at.has_anchor and self.method.overrides("before_gradient"):
+            self._before_gradient()
+        rates = self.inner.step(share)
+        self.meter.gradient_done()
+        at = self.at
+        at.gradient_steps += 1
+        at.rate_sums = [total + rate / share for total, rate in zip(at.rate_sums, rates)]  # noqa: B905
+        self.ledger.gradient_steps += 1
+        self._tick()
+        return rates
+
+    @torch.no_grad()
+    def _before_gradient(self) -> None:
+        w = self.syncer.view.with_gradients(round=self.schedule.round_of(self.at.clock))
+        self.method.before_gradient(w)
+        self.syncer.states.keep_scalars(w)
+
+    def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
+        if not self.method.overrides("after_gradient"):
+            return
+        w = self.syncer.view.whole()
+        with torch.no_grad():
+            weights = self.method.after_gradient(w, rate, mixing)
+        self.syncer.states.keep_scalars(w)
+        if weights is not None:
+            low, high = map(float, weights)
+            self.ledger.saw_betas(low, high)
+            self.meter.mixing_done()
+            self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
+
+    def _tick_without_data(self, steps: int) -> list[list[float]]:
+        """Count steps without data; the learning rates at each of them."""
+        rates = []
+        for _ in range(steps):
+            rates.append(self.inner.rates())
+            self.ledger.mixing_steps += 1
+            self._tick()
+        return rates
+
+    def _tick_head(self) -> None:
+        """Steps without data at the head of a round: where the local model equals the anchor
+        nothing moves. Where it does not, `prepare` has run them."""
+        if not self.leads:
+            self._tick_without_data(self._mixing_run())
+
+    def _tick(self) -> None:
+        self.at.clock += 1
+        self.inner.tick()
+
+    # -- the plan of a round -------------------------------------------------------------------
+
+    def _look_ahead(self) -> None:
+        """Find the gradient steps that have nothing before, after or at the end of them."""
+        self._plain_until = -1
+        clock = self.at.clock
+        if not self.at.has_anchor or self.warming_up or self._at_end() or self._due():
+            return
+        stop = clock + self._to_next_due()
+        round, offset = self.schedule.place(clock)
+        plan = self._round_plan(round)[offset : offset + stop - clock]
+        self._plain_until = clock + (plan.index(True) if True in plan else len(plan)) - 1
+
+    def _mixing_run(self) -> int:
+        """How many steps without data come next, before a gradient step or something due."""
+        round, start = self.schedule.place(self.at.clock)
+        plan = self._round_plan(round)
+        if not plan[start]:
+            return 0
+        run, longest = 1, self._to_next_due()
+        while run < longest and plan[start + run]:
+            run += 1
+        return run
+
+    def _to_next_due(self) -> int:
+        """Steps until something is due."""
+        clock, pending = self.at.clock, self._syncer and self._syncer.pending
+        found = self.schedule.next_due(clock)
+        if pending and pending.at.due > clock:  # sent under another schedule
+            found = min(found, pending.at.due)
+        return found - clock
+
+    def _round_plan(self, round: int) -> list[bool]:
+        if self._plan[0] != round:
+            clock = self.at.clock
+            length, facts = self.schedule.length(clock), self.round_facts(clock)
+            plan = self.method.plan(self.number, round, length, facts)
+            if len(plan) != length:
+                raise ValueError(
+                    f"{type(self.method).__name__}.plan gives {len(plan)} steps for a round of "
+                    f"{length}; it must give one for each"
+                )
+            self._plan = (round, plan)
+        return self._plan[1]
+
+    def round_facts(self, clock: int) -> Facts:
+        """What all workers know of the round of this clock."""
+        return replace(
+            self.facts,
+            stops=self.schedule.stops(clock),
+            rates=tuple(self.inner.rates()),
+            scalars=dict(self.at.scalars),
+        )
+
+    def _extend_schedule(self) -> None:
+        """A method whose rounds vary in length says how long the next one is."""
+        if self.method.varies_length:
+            clock = self.at.clock
+            number = self.at.rounds
+            length = self.method.length(number, self.round_facts(clock))
+            if not (isinstance(length, int) and length >= 1):
+                raise ValueError(
+                    f"{type(self.method).__name__}.length gives {length!r} for round {number}; it "
+                    "must give a whole number >= 1"
+                )
+            self.schedule = self.schedule.lengthened(clock, number, length)
+            self._plan = (-1, [])
+
+    # -- what is due ---------------------------------------------------------------------------
+
+    def _at_end(self) -> bool:
+        return self.at.clock == self.schedule.end
+
+    def _due(self) -> list[Due]:
+        """What belongs to this point of the clock and has not been done."""
+        if not self.at.has_anchor:
+            return []
+        clock, pending = self.at.clock, self.syncer.pending
+        found = []
+        if pending is not None and (clock >= pending.at.due or self._at_end()):
+            found.append(Due("apply", pending.at.fragment))
+        return found + [
+            due
+            for due in self.schedule.due(clock)
+            if due.kind in ("send", "sync") and self.at.sent_at[due.fragment] < clock
+        ]
+
+    def _run_due(self) -> Exchange:
+        """Everything that is due at this point of the clock."""
+        due = self._due()
+        if not due:
+            return
+        through: list[Outcome] = []
+        for kind, fragment in due:
+            if kind == "apply":
+                through.append((yield from self.syncer.apply()))
+            elif kind == "send":
+                yield from self.syncer.send(self._moment(fragment))
+            else:
+                with self.meter.whole_sync(exactly=self.interval is not None):
+                    outcome = yield from self.syncer.sync(self._moment(fragment))
+                through.append(outcome)
+            if kind != "apply":
+                self.at.sent_at[fragment] = self.at.clock
+                self.at.marks[fragment] = self._mark()
+            if kind == "send":
+                round = self.schedule.round_of(self.at.clock - 1)
+                self._tell(Sent, round=round, fragment=fragment)
+            else:
+                self._synced(through[-1])
+        self.meter.skip()
+        for number, outcome in enumerate(through):
+            self._tell_synced(outcome, completes=number == len(through) - 1)
+
+    def _mark(self) -> tuple[int, tuple[float, ...]]:
+        return self.at.gradient_steps, tuple(self.at.rate_sums)
+
+    def _moment(self, fragment: int) -> Moment:
+        clock, (steps, sums) = self.at.clock, self.at.marks[fragment]
+        delay = self.schedule.span(clock - 1).delay
+        measured = self.interval is not None
+        since = self.at.gradient_steps - self.at.last_record[1]
+        return Moment(
+            fragment=fragment,
+            clock=clock,
+            round=self.schedule.round_of(clock - 1),
+            due=clock + delay,
+            gradient_steps=self.at.gradient_steps - steps,
+            rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
+            step_s=self.meter.step_seconds(since) if measured else 0.0,
+        )
+
+    def _synced(self, outcome: Outcome) -> None:
+        at = self.at
+        at.synced = True
+        at.scalars = outcome.scalars
+        self._record(outcome)
+        if outcome.at.fragment == at.fragments - 1:
+            at.rounds += 1
+            self._choose_interval(outcome)
+            self._extend_schedule()
+
+    def _choose_interval(self, outcome: Outcome) -> None:
+        """While H is being measured: note what this sync cost; after some rounds, choose."""
+        interval = self.interval
+        if interval is None:
+            return
+        chosen = interval.after_round(self.at.rounds, share=self.method.gradient_share)
+        if chosen is None:
+            return
+        length, found = chosen
+        self.interval = None
+        clock = self.at.clock
+        self.schedule = self.schedule.restarted(clock, length=length, delay=interval.delay)
+        self.facts = replace(self.facts, sync_every=length)
+        self._plan = (-1, [])
+        self.ledger.interval = {
+            "sync_every": length,
+            "from_clock": clock,
+            "sync_s": found.sync_s,
+            "step_s": found.step_s,
+        }
+        self._tell(IntervalChosen, sync_every=length, sync_s=found.sync_s, step_s=found.step_s)
+
+    def _record(self, outcome: Outcome) -> None:
+        if self.interval is not None:
+            self.interval.note(costs(outcome.reports))
+        self.meter.sync_done()
+        at, ledger = self.at, self.ledger
+        clock, gradients, mixing = at.last_record
+        at.last_record = (at.clock, at.gradient_steps, ledger.mixing_steps)
+        ledger.syncs += 1
+        ledger.distance = outcome.distance
+        ledger.history.append(
+            {
+                "round": self.schedule.round_of(at.clock - 1),
+                "clock": at.clock,
+                "steps": at.clock - clock,
+                "gradient_steps": at.gradient_steps - gradients,
+                "mixing_steps": ledger.mixing_steps - mixing,
+                "fragment": outcome.at.fragment,
+                "distance": outcome.distance,
+                "bytes_sent": outcome.sent,
+                "exchange_s": self.meter.exchange_s,
+                "waiting_s": math.nan,  # known at the next sync
+            }
+        )
+
+    def _count_message(self, sent: int) -> None:
+        self.ledger.messages += 1
+        self.ledger.bytes_sent += sent
+        self.ledger.bytes_on_the_wire += wire_bytes(sent, self.facts.workers)
+
+    def _tell_synced(self, outcome: Outcome, *, completes: bool) -> None:
+        self._tell(
+            Synced,
+            round=outcome.at.round,
+            fragment=outcome.at.fragment,
+            bytes_sent=outcome.sent,
+            distance=outcome.distance,
+            contributors=outcome.contributors,
+            completes=completes,
+        )
+
+    def _tell(self, kind: type, **what: Any) -> None:
+        if self.listeners.wanted(kind):
+            self.listeners.tell(kind(worker=self.number, clock=self.at.clock, **what))
+
+    # -- the global model ----------------------------------------------------------------------
+
+    def show_global_model(self) -> Exchange:
+        """Put the global model and its buffers into the local ones."""
+        syncer = self.syncer
+        own = None
+        if self.method.overrides("global_model"):
+            own = self.method.global_model(syncer.view.whole())
+        if own is None:
+            syncer.anchor.copy_to_local()
+        else:
+            values = flattened(own, syncer.memory.template)
+            syncer.count_message((yield Message(values)))
+            local = [t.detach() for t in self.inner.replica.local()]
+            torch._foreach_copy_(local, unflattened(values, local))
+        syncer.buffers.copy_to_local()
+
+    def average_buffers(self) -> Exchange:
+        """Buffers that were just recomputed become the global model's."""
+        buffers, workers = self.warmup.buffers, self.facts.workers
+        values = buffers.encode(self.number, self.warmup.template)
+        yield Message(values)
+        buffers.decode(values, workers, workers)
+
+    # -- from outside --------------------------------------------------------------------------
+
+    def end_at(self, clock: int | None) -> None:
+        self.schedule = self.schedule.with_end(clock)
+        self._plain_until = -1
+
+    def resumed(self) -> None:
+        """Progress and schedule were set from a saved state."""
+        self._plan, self._plain_until = (-1, []), -1
+        self.warmup.compared = False
+        self.warmup.switch(on=self.warming_up)
