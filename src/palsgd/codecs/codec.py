@@ -13,8 +13,9 @@ BLOCK = 256  # values that are coded together
 class Codec(ABC):
     """A codec of one's own needs `encode` and `decode`; everything else has a default.
 
-    What a code loses is kept as a residue and added to the next message, so a codec may lose
-    much, as long as it sends what is large sooner or later.
+    What a code loses is kept as a residue and added to the next message. A codec that loses much
+    of each value (top-k, signs) makes runs diverge unless it is `gathered` and its residue decays:
+    while a loss waits to be sent, every round adds it again, and then all of it is sent at once.
     """
 
     name: str  # default: the class's name in lower case
