@@ -126,6 +126,13 @@ class Nothing(Int8):
         return None
 
 
+class View(Int8):
+    width = 4 * BLOCK
+
+    def encode(self, blocks):
+        return blocks.view(torch.uint8)
+
+
 class Spoils(Int8):
     def encode(self, blocks):
         return super().encode(blocks.mul_(2))
@@ -140,6 +147,7 @@ class Spoils(Int8):
         (Flat, r"Flat.encode returns \(780,\)"),
         (Claims, r"Claims.encode returns \(3, 260\) .* must return \(3, 256\)"),
         (Nothing, r"Nothing.encode returns a NoneType"),
+        (View, r"View.encode returns a view of the blocks"),
         (Spoils, r"Spoils.encode changes the blocks"),
     ],
 )

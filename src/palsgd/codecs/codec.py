@@ -29,7 +29,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, blocks: Tensor) -> Tensor:
-        """(n, 256) float32 -> (n, width) uint8, on the same device; `blocks` stay as they are."""
+        """(n, 256) float32 -> (n, width) uint8, on the same device and in memory of their own;
+        `blocks` stay as they are."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
@@ -62,6 +63,11 @@ def check_codec(codec: Codec) -> None:
             "code loses is found by comparison with them"
         )
     _check_tensor(codec, "encode", codes, (3, codec.width), torch.uint8)
+    if codes.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+        raise ValueError(
+            f"{_kind(codec)}.encode returns a view of the blocks it is given; return a copy "
+            "(.clone()), as those change while the codes travel"
+        )
     _check_tensor(codec, "decode", codec.decode(codes), (3, BLOCK), torch.float32)
 
 
