@@ -13,8 +13,9 @@ BLOCK = 256  # values that are coded together
 class Codec(ABC):
     """A codec of one's own needs `encode` and `decode`; everything else has a default.
 
-    What a code loses is kept as a residue and added to the next message, so a codec may lose
-    much, as long as it sends what is large sooner or later.
+    What a code loses is kept as a residue and added to the next message. A codec that loses much
+    of each value (top-k, signs) makes runs diverge unless it is `gathered` and its residue decays:
+    while a loss waits to be sent, every round adds it again, and then all of it is sent at once.
     """
 
     name: str  # default: the class's name in lower case
@@ -28,7 +29,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, blocks: Tensor) -> Tensor:
-        """(n, 256) float32 -> (n, width) uint8, on the same device; `blocks` stay as they are."""
+        """(n, 256) float32 -> (n, width) uint8, on the same device and in memory of their own;
+        `blocks` stay as they are."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
@@ -61,6 +63,11 @@ def check_codec(codec: Codec) -> None:
             "code loses is found by comparison with them"
         )
     _check_tensor(codec, "encode", codes, (3, codec.width), torch.uint8)
+    if codes.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+        raise ValueError(
+            f"{_kind(codec)}.encode returns a view of the blocks it is given; return a copy "
+            "(.clone()), as those change while the codes travel"
+        )
     _check_tensor(codec, "decode", codec.decode(codes), (3, BLOCK), torch.float32)
 
 

@@ -96,7 +96,7 @@ class Coded(ABC):
             decay = self._codec.decay
             whole += residue if decay == 1 else residue * decay
         codes = self._codec.encode(whole.view(-1, BLOCK))
-        return codes, whole.sub_(self._codec.decode(codes).view(-1))
+        return codes, whole.sub_(self._codec.decode(codes).reshape(-1))
 
     def _padded(self, blocks: int) -> Tensor:
         """The payload as 32-bit floats, with zeros up to whole blocks."""
@@ -106,7 +106,7 @@ class Coded(ABC):
 
     def _decoded(self, row: Tensor, tail_bytes: int) -> tuple[Tensor, Tensor]:
         codes, tail = row.split([len(row) - tail_bytes, tail_bytes])
-        decoded = self._codec.decode(codes.view(-1, self._codec.width)).view(-1)
+        decoded = self._codec.decode(codes.view(-1, self._codec.width)).reshape(-1)
         return decoded, to_numbers(tail, self._tail.dtype)
 
     def _mean(self, rows: Tensor, tail_bytes: int) -> tuple[Tensor, Tensor]:
@@ -149,14 +149,16 @@ class CodedMean(Coded):
         codes, self.left.own = self._coded(self._padded(self._workers * self._rows), own)
         tail = self._tail.new_zeros(self._workers * self._tail_width // self._tail.itemsize)
         tail[: len(self._tail)] = self._tail
-        return torch.cat([codes.view(self._workers, -1), to_bytes(tail.view(self._workers, -1))], 1)
+        return torch.cat(
+            [codes.reshape(self._workers, -1), to_bytes(tail.view(self._workers, -1))], 1
+        )
 
     def mean(self, received: Tensor) -> Tensor:
         """The mean of one chunk, coded, from the rows that the workers sent of it."""
         whole, tail = self._mean(received, self._tail_width)
         before = None if self._residue is None else self._residue.mean
         codes, self.left.mean = self._coded(whole, before)
-        return torch.cat([codes.view(-1), to_bytes(tail)])
+        return torch.cat([codes.reshape(-1), to_bytes(tail)])
 
     def accept(self, means: Tensor) -> None:
         """Put the mean, from its rows in the order of the workers that made them, into place."""
