@@ -337,8 +337,8 @@ class LocalOptimizer(Optimizer):
         """`step()` for an engine that exchanges with other workers itself."""
         self._call_hooks(_global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
         if not self._worker.plain_step():
-            with torch.no_grad():
-                yield from self._worker.step()
+            # as a decorator: a with block would be left open whenever the generator pauses
+            yield from torch.no_grad()(self._worker.step)()
         self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

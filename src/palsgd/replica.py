@@ -25,11 +25,11 @@ class Replica:
             [i for i, p in enumerate(self.params) if any(p is q for q in group["params"])]
             for group in inner.param_groups
         ]
+        self.sharded = any(is_sharded(p) for p in self.params)
         local = self.local()
         self.device = local[0].device
         self.dtype = max((_master_dtype(t) for t in local), key=lambda dtype: dtype.itemsize)
         self.layout = Layout(local)
-        self.sharded = any(is_sharded(p) for p in self.params)
         self.initial_rates = [
             float(group.get("initial_lr", group["lr"])) for group in inner.param_groups
         ]

@@ -11,52 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.errors import NonFiniteError, SyncError
+from palsgd.events import Averaged, Synced
 from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, check_loss, moved
 from palsgd.simulator.record import Recorder
 from palsgd.simulator.result import Result
-from palsgd.transport import (
-    Begin,
-    Finish,
-    Message,
-    Request,
-    ambient,
-    check_agreement,
-    coded_mean,
-)
+from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
+from palsgd.transports.requests import Finish, Request, Start
+from palsgd.transports.transport import Message, ambient
 
 Randomness = dict[str, Any]  # the state of torch's generators, on a device
-
-
-class SimulatedTransport:
-    """A place among K workers. The engine averages; nothing is ever asked of it here."""
-
-    def __init__(self, worker: int, workers: int, settings: list[dict[str, Any]]):
-        self.worker, self.workers, self._settings = worker, workers, settings
-
-    def average(self, tensors: list[Tensor]) -> int:
-        raise RuntimeError("a simulated worker is driven by palsgd.simulate, not by opt.step()")
-
-    def exchange(self, message: Message) -> int:
-        return self.average([message.values])
-
-    def prepare(self, device: torch.device) -> None:
-        pass
-
-    def begin(self, message: Message) -> None:
-        self.exchange(message)
-
-    def finish(self, message: Message) -> int:
-        """Messages meet when they are begun, and are there at once."""
-        return message_bytes([message] * self.workers)
-
-    def combine(self, values: Tensor) -> None:
-        pass
-
-    def agree(self, settings: dict[str, Any]) -> None:
-        self._settings.append(settings)
-        check_agreement(self._settings, [f"worker {k}" for k in range(len(self._settings))])
 
 
 def built(
@@ -69,12 +34,31 @@ def built(
             f"method(model) must return a palsgd optimizer, got {type(opt).__name__}; use "
             "lambda model: palsgd.DiLoCo(model, SGD(model.parameters(), 0.1), sync_every=32)"
         )
-    if opt._core.auto is not None:
+    if opt._worker.interval is not None:
         raise ValueError(
             "sync_every='auto' measures a link, and simulated workers have none; give a number, "
             "such as the one that a real run's ledger.interval shows"
         )
+    check_own_step(opt)
     return opt
+
+
+def check_own_step(opt: LocalOptimizer) -> None:
+    """Refuse what a training loop would call and a simulation does not."""
+    if type(opt).step is not LocalOptimizer.step:
+        raise ValueError(
+            f"{type(opt).__name__} overrides step(), which a simulation does not call; write a "
+            "palsgd.Method, or listen to palsgd.events"
+        )
+    scheduler = opt._worker.inner.scheduler
+    for name, each in (("the optimizer", opt), ("its inner optimizer", opt.inner)):
+        # torch's schedulers wrap the step of the optimizer they are bound to
+        bound = scheduler is not None and getattr(scheduler, "optimizer", None) is each
+        if hasattr(vars(each).get("step"), "_wrapped_by_lr_sched") and not bound:
+            raise ValueError(
+                f"a scheduler is bound to {name}, and nobody steps it in a simulation; give it to "
+                "the palsgd optimizer as scheduler=, which steps it once per tick of the clock"
+            )
 
 
 class Note(NamedTuple):
@@ -86,7 +70,7 @@ class Note(NamedTuple):
     ledger: Ledger
 
 
-class Worker:
+class SimulatedWorker:
     """One simulated process: model, optimizer, data, and random numbers of its own."""
 
     def __init__(
@@ -119,15 +103,15 @@ class Worker:
                 return None
 
     def _train(self, steps: int) -> Generator[Request, int, None]:
-        core, opt = self.opt._core, self.opt
-        core.end = steps
-        yield from torch.no_grad()(core.skip_idle_rounds)()
-        while core.clock < steps:
-            loss = self._loss(self.model, moved(self._batches.next(), core.replica.device))
-            check_loss(loss, self._worker, core.gradient_steps)
+        opt, worker = self.opt, self.opt._worker
+        worker.end_at(steps)
+        yield from torch.no_grad()(worker.prepare)()
+        while opt.clock < steps:
+            loss = self._loss(self.model, moved(self._batches.next(), worker.inner.replica.device))
+            check_loss(loss, self._worker, opt.gradient_steps)
             loss.backward()
             self.losses.append(loss.detach().reshape(()))
-            yield from torch.no_grad()(core.step)()
+            yield from opt.simulated_step()
             opt.zero_grad()
 
 
@@ -143,7 +127,7 @@ def run_exact(
 ) -> Result:
     settings: list[dict[str, Any]] = []
     crew = [
-        Worker(
+        SimulatedWorker(
             model,
             method,
             SimulatedTransport(k, len(models), settings),
@@ -154,11 +138,13 @@ def run_exact(
         for k, model in enumerate(models)
     ]
     for worker in crew:
-        worker.opt.after_exchange(partial(_note, recorder, crew, worker))
+        note = partial(_note, recorder, crew, worker)
+        worker.opt.on(Averaged, note)
+        worker.opt.on(Synced, note)
     recorder.begin(steps)
     sent, requests = 0, [worker.advance(steps, 0) for worker in crew]
     while any(request is not None for request in requests):
-        sent = meet(requests, crew[0].opt.clock)
+        sent = exchanged(requests, crew[0].opt.clock)
         requests = [worker.advance(steps, sent) for worker in crew]
     recorder.end()
     return Result(
@@ -170,8 +156,15 @@ def run_exact(
     )
 
 
-def _note(recorder: Recorder, crew: list[Worker], worker: Worker) -> None:
+def _note(
+    recorder: Recorder,
+    crew: list[SimulatedWorker],
+    worker: SimulatedWorker,
+    event: Averaged | Synced,
+) -> None:
     """One worker is through an exchange; with the last one, the exchange is history."""
+    if isinstance(event, Synced) and not event.completes:
+        return
     if worker is crew[0]:  # the model that is returned is the model that is evaluated
         worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
     loss, ledger = _mean_loss(worker), worker.opt.ledger
@@ -188,7 +181,7 @@ def _note(recorder: Recorder, crew: list[Worker], worker: Worker) -> None:
         )
 
 
-def _mean_loss(worker: Worker) -> float:
+def _mean_loss(worker: SimulatedWorker) -> float:
     """Over the gradient steps since the last exchange."""
     if not worker.losses:
         return math.nan
@@ -211,9 +204,8 @@ def check_losses(losses: list[Tensor], gradient_steps: list[int], workers: list[
             )
 
 
-def meet(requests: list[Request | None], clock: int) -> int:
-    """Replace what each worker brought by the mean of all, as an all-reduce would. The bytes that
-    each has sent."""
+def exchanged(requests: list[Request | None], clock: int) -> int:
+    """Do for all workers what they ask for. The bytes that each has handed over."""
     absent = [k for k, request in enumerate(requests) if request is None]
     if absent:
         raise SyncError(f"worker {absent[0]} ended before the exchange at clock {clock}")
@@ -225,8 +217,8 @@ def meet(requests: list[Request | None], clock: int) -> int:
             f"{type(found[odd]).__name__} at clock {clock}; every worker must run the same method"
         )
     messages = [r if isinstance(r, Message) else r.message for r in found]
-    if isinstance(found[0], Finish):
-        return message_bytes(messages)
+    if isinstance(found[0], Finish):  # they met when they were started
+        return messages[0].handed_over(len(messages))
     sizes = [m.values.numel() for m in messages]
     odd = next((k for k, size in enumerate(sizes) if size != sizes[0]), None)
     if odd is not None:
@@ -234,37 +226,8 @@ def meet(requests: list[Request | None], clock: int) -> int:
             f"workers 0 and {odd} bring messages of {sizes[0]} and {sizes[odd]} elements to the "
             f"exchange at clock {clock}; every worker must run the same method and model"
         )
-    sent = message_bytes(messages)
-    if len(messages) > 1:
-        average = _mean if messages[0].codec is None else _coded_mean
-        average(messages)
-    return 0 if isinstance(found[0], Begin) else sent
-
-
-def _mean(messages: list[Message]) -> None:
-    total = messages[0].values.clone()
-    for message in messages[1:]:
-        total += message.values
-    total /= len(messages)
-    for message in messages:
-        message.values.copy_(total)
-
-
-def _coded_mean(messages: list[Message]) -> None:
-    coded = [coded_mean(message, len(messages)) for message in messages]
-    sent = torch.stack([each.chunks() for each in coded])
-    means = torch.stack([each.mean(sent[:, k]) for k, each in enumerate(coded)])
-    for message, each in zip(messages, coded, strict=True):
-        each.accept(means)
-        message.left = each.left
-
-
-def message_bytes(messages: list[Message]) -> int:
-    """What each worker hands over, in a message like these."""
-    if len(messages) == 1:
-        return 0
-    first = messages[0]
-    return first.values.nbytes if first.codec is None else coded_mean(first, len(messages)).nbytes
+    sent = average_in_memory(messages)
+    return 0 if isinstance(found[0], Start) else sent
 
 
 def seeded(seed: int, device: torch.device) -> Randomness:

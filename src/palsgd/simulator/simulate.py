@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.cluster import Cluster, WallClock
-from palsgd.draws import one_of, whole
+from palsgd.checks import check_choice, check_int
 from palsgd.errors import NonFiniteError
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, DryError
@@ -120,8 +120,8 @@ def simulate_many(
             f"workers={workers}, but the cluster has workers={cluster.workers}; give both the same"
         )
     simulation = Simulation(
-        workers=whole("workers", workers, least=1),
-        steps=whole("steps", steps, least=1),
+        workers=check_int("workers", workers, least=1),
+        steps=check_int("steps", steps, least=1),
         model=model,
         loss=loss,
         vectorize=vectorize,
@@ -129,7 +129,7 @@ def simulate_many(
         evaluate=evaluate,
         evaluate_every=evaluate_every
         if callable(evaluate_every)
-        else whole("evaluate_every", evaluate_every, least=1),
+        else check_int("evaluate_every", evaluate_every, least=1),
         progress=progress,
         compile=compile,
         cluster=cluster,
@@ -137,7 +137,7 @@ def simulate_many(
     common = {"method": method, "seed": seed, "data": data}
     waiting = [_complete(run, number, common) for number, run in enumerate(runs)]
     if at_once is not None:
-        at_once = whole("at_once", at_once, least=1)
+        at_once = check_int("at_once", at_once, least=1)
     results: list[Result] = []
     with torch.random.fork_rng():
         while waiting:
@@ -151,7 +151,7 @@ def simulate_many(
 
 def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> dict[str, Any]:
     for name in run:
-        one_of(f"a key of run {number}", name, tuple(common))
+        check_choice(f"a key of run {number}", name, tuple(common))
     plan = common | dict(run)
     for name in ("method", "data"):
         if plan[name] is None:
@@ -194,7 +194,7 @@ class Simulation:
     cluster: Cluster | None
 
     def start(self, plan: dict[str, Any]) -> Start:
-        seed = whole("seed", plan["seed"])
+        seed = check_int("seed", plan["seed"])
         torch.manual_seed(seed)
         model = self.model() if self.device is None else self.model().to(self.device)
         check_copies(model)
