@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import palsgd
-from commands import palsgd as command
-from commands import strict_json
 from palsgd.draws import _uniforms
 from palsgd.theory import (
     Bent,
@@ -31,6 +29,8 @@ from palsgd.theory.lemmas import ALGORITHM, DEFINED, STATED, Trajectory, all_che
 from palsgd.theory.running import WeightedMean, plans
 from palsgd.theory.setting import theorem_setting
 from palsgd.theory.studies import Lab
+from support.commands import palsgd as command
+from support.commands import strict_json
 
 DRAWS = ("independent", "balanced", "shared")
 PROBLEMS = {
