@@ -1,68 +1,70 @@
-"""What tests read of an optimizer that users cannot: all access to its private core is here, so
+"""What tests read of an optimizer that users cannot: all access to its private parts is here, so
 that a change of the core changes this file and no test."""
 
 import torch
 from torch import Tensor
 
-from palsgd.compression import Residue
-from palsgd.core import Core
+from palsgd.codecs.coded_mean import Residue
+from palsgd.worker import Worker
 
 
-def core_of(opt) -> Core:
-    return opt._core
+def core_of(opt) -> Worker:
+    return opt._worker
 
 
 def anchor_of(opt) -> Tensor:
     """The global model laid end to end. Writing into it changes the anchor itself."""
-    return core_of(opt).anchor.flat
+    return core_of(opt).syncer.anchor.flat
 
 
 def anchor_views(opt) -> list[Tensor]:
     """The global model, shaped as the parameters are."""
-    return core_of(opt).anchor.views
+    return core_of(opt).syncer.anchor.views
 
 
 def local_tensors(opt) -> list[Tensor]:
     """The local model's parameters as the core holds them."""
-    return core_of(opt).replica.local()
+    return core_of(opt).inner.replica.local()
 
 
 def layout_size(opt) -> int:
     """How many numbers a worker sends for the whole model."""
-    return core_of(opt).replica.layout.size
+    return core_of(opt).inner.replica.layout.size
 
 
 def outer_state(opt) -> Tensor:
     """All that the outer optimizer keeps, laid end to end."""
-    state, params = core_of(opt).outer.state, core_of(opt).anchor.params
+    syncer = core_of(opt).syncer
+    state, params = syncer.outer.state, syncer.anchor.params
     return torch.cat([v.reshape(-1) for p in params for v in state[p].values()])
 
 
 def global_buffers(opt) -> list[Tensor]:
     """The buffers of the last sync."""
-    return core_of(opt).buffers._global
+    return core_of(opt).warmup.buffers._global
 
 
 def pending_sync(opt) -> bool:
     """Is a sync under way?"""
-    return core_of(opt).flight is not None
+    return core_of(opt).syncer.pending is not None
 
 
 def round_origin(opt) -> tuple[float, int]:
     """The clock from which rounds are counted, and the number of the round that began there."""
-    return core_of(opt).origin
+    last = opt.schedule.spans[-1]
+    return last.start, last.round
 
 
 def residues_of(opt) -> dict[tuple[int, int], Residue]:
     """What compression has not sent yet, by fragment and message."""
-    return core_of(opt).residues
+    return core_of(opt).syncer.residues
 
 
 def message_memory(opt) -> Tensor | None:
     """The memory that messages are packed into, once there has been one."""
-    return core_of(opt)._storage
+    return core_of(opt).syncer.memory._storage
 
 
 def departure_memory(opt) -> Tensor | None:
     """The memory that keeps a fragment as it was sent, where syncs overlap with steps."""
-    return core_of(opt)._departures
+    return core_of(opt).syncer.memory._when_sent

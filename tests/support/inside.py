@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palsgd.compression import BLOCK
+from palsgd.codecs.codec import BLOCK
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Exchange:
 
 def watch_exchanges(opt: Any, listener: Callable[[Exchange], None]) -> None:
     """Have `listener` called after every exchange of `opt`, whoever drives it."""
-    core = opt._core
+    worker = opt._worker
     _watch_generator(opt, "_warmup_step", "warm-up", listener)
-    _watch_generator(opt, "_open_local_phase", "opening", listener)
-    record_sync = core.record_sync
+    _watch_generator(opt, "_start_local_phase", "opening", listener)
+    record = worker._record
 
-    def watched(fragment: int, distance: float, sent: int) -> None:
-        record_sync(fragment, distance, sent)
-        listener(_exchange(opt, "sync", fragment, sent))
+    def watched(outcome: Any) -> None:
+        record(outcome)
+        listener(_exchange(opt, "sync", outcome.at.fragment, outcome.sent))
 
-    core.record_sync = watched
+    worker._record = watched
 
 
 def anchor_bytes(opt: Any) -> bytes:
@@ -55,16 +55,16 @@ def header_and_payload(opt: Any, kind: str, fragment: int | None, sent: int) -> 
 
 def under_way(opt: Any) -> bool:
     """Has a sync been sent that is still to be applied?"""
-    return opt._core.flight is not None
+    return opt._worker.syncer.pending is not None
 
 
 def unsent(opt: Any) -> int:
     """How many messages have left a residue behind."""
-    return len(opt._core.residues)
+    return len(opt._worker.syncer.residues)
 
 
 def _watch_generator(opt: Any, name: str, kind: str, listener: Callable[[Exchange], None]) -> None:
-    core = opt._core
+    core = opt._worker
     original = getattr(core, name)
 
     def watched() -> Any:
@@ -77,7 +77,7 @@ def _watch_generator(opt: Any, name: str, kind: str, listener: Callable[[Exchang
 
 def _exchange(opt: Any, kind: str, fragment: int | None, sent: int) -> Exchange:
     header, payload = header_and_payload(opt, kind, fragment, sent)
-    buffers = opt._core.buffers._global
+    buffers = opt._worker.warmup.buffers._global
     values = torch.cat([t.detach().double().reshape(-1) for t in _global_tensors(opt)])
     return Exchange(
         kind=kind,
@@ -92,30 +92,30 @@ def _exchange(opt: Any, kind: str, fragment: int | None, sent: int) -> Exchange:
 
 
 def _global_tensors(opt: Any) -> list[Tensor]:
-    core = opt._core
-    return core.anchor.views if core.opened else core.replica.local()
+    worker = opt._worker
+    return worker.syncer.anchor.views if worker.at.has_anchor else worker.inner.replica.local()
 
 
 def _payload(opt: Any, kind: str, fragment: int | None) -> int:
-    core = opt._core
+    replica = opt._worker.inner.replica
     if kind == "opening":
         return 0
     if kind == "warm-up":
-        return core.replica.layout.size * core.replica.dtype.itemsize
-    part = core.anchor.ranges[fragment]
-    low_precision = any(t.dtype != core.replica.dtype for t in core.replica.local())
-    # Such models, and syncs that overlap with steps, travel in one message of any size.
-    width = len(part) if core.overlapped or low_precision else core.bucket_size
+        return replica.layout.size * replica.dtype.itemsize
+    syncer = opt._worker.syncer
+    part = syncer.anchor.ranges[fragment]
+    # Models of low precision, and syncs that overlap with steps, travel in one message of any size.
+    width = len(part) if syncer.whole else syncer.memory.bucket_size
     sizes = [min(width, part.stop - low) for low in range(part.start, part.stop, width)]
     return sum(_sync_bytes(opt, size) for size in sizes)
 
 
 def _sync_bytes(opt: Any, elements: int) -> int:
-    core = opt._core
-    if core._codec is None:
-        return elements * core.replica.dtype.itemsize
-    blocks = max(1, math.ceil(elements / (core.workers * BLOCK)))
-    return core.workers * blocks * core._codec.width
+    codec, workers = opt._worker.syncer.codec, opt.transport.workers
+    if codec is None:
+        return elements * opt._worker.inner.replica.dtype.itemsize
+    blocks = max(1, math.ceil(elements / (workers * BLOCK)))
+    return workers * blocks * codec.width
 
 
 def _bytes(tensors: Iterable[Tensor]) -> bytes:
