@@ -40,7 +40,7 @@ RING_COLUMNS = ("links", "ms, median", "repeats", "in theory", "ratio")
 BARE = """
 import json, sys
 import torch.distributed as dist
-from palsgd.lab.links.timing import ring_seconds
+from palsgd.lab.links.worker_main import ring_seconds
 dist.init_process_group("gloo")
 print(json.dumps(ring_seconds(int(sys.argv[1]))))
 dist.destroy_process_group()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from palsgd.lab.data import crops, images, tokens
-from palsgd.lab.data.files import fetch, written_whole
+from palsgd.lab.data.download import fetch, written_whole
 from palsgd.lab.data.grammar import Grammar, Rule, Slot
 from palsgd.lab.data.sharding import batch_indices, random_stream
 from palsgd.lab.data.stories import GRAMMAR

@@ -14,9 +14,9 @@ from torch import nn
 
 import palsgd
 from palsgd.lab import workloads
-from palsgd.lab.building import build_optimizer
 from palsgd.lab.explain import MOST_ROWS, explain, remarks
-from palsgd.lab.outlook import EXAMPLES, expected_most, method_of, outlook, parameters_of
+from palsgd.lab.factory import build_optimizer
+from palsgd.lab.forecast import EXAMPLES, expected_most, method_of, outlook, parameters_of
 from palsgd.lab.settings import METHODS, Settings
 from palsgd.transport import Alone, ambient
 

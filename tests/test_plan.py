@@ -11,7 +11,7 @@ from torch import nn
 import palsgd as library
 from commands import lines, palsgd, summary
 from palsgd.cluster import Cluster, Work
-from palsgd.lab.plan.choices import (
+from palsgd.lab.plan.candidates import (
     SHARE,
     WORTH,
     Task,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from palsgd.lab import workloads
-from palsgd.lab.building import build_optimizer, learning_rate_factor
-from palsgd.lab.collection import grid_of, random_points
+from palsgd.lab.factory import build_optimizer, learning_rate_factor
+from palsgd.lab.run_set import grid_of, random_points
 from palsgd.lab.settings import FIELDS, METHODS, Settings, assignments, parsed
-from palsgd.lab.training import split_batch
+from palsgd.lab.trainer import split_batch
 
 base = Settings(workload="digits", steps=100)
 

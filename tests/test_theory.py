@@ -26,11 +26,11 @@ from palsgd.theory import (
     spectrum,
     terms,
 )
+from palsgd.theory.algorithm import WeightedMean, plans
 from palsgd.theory.fits import Measured, power_law, quantile
 from palsgd.theory.lemmas import ALGORITHM, DEFINED, STATED, Trajectory, all_checks, judge, lemma2
-from palsgd.theory.running import WeightedMean, plans
-from palsgd.theory.setting import theorem_setting
-from palsgd.theory.studies import Lab
+from palsgd.theory.studies import StudyContext
+from palsgd.theory.theorem import theorem_setting
 
 DRAWS = ("independent", "balanced", "shared")
 PROBLEMS = {
@@ -354,7 +354,7 @@ def small_lab(problem=None, *, runs=400, **changes):
     setting = theorem_setting(problem, **{
         "workers": 4, "steps": 256, "sync_every": 4, "mix_prob": 0.5, "distance": 1.0, **changes,
     })  # fmt: skip
-    return Lab(problem=problem, setting=setting, distance=1.0, runs=runs, seed=3)
+    return StudyContext(problem=problem, setting=setting, distance=1.0, runs=runs, seed=3)
 
 
 def test_the_measured_variance_of_g_is_its_formula():

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from palsgd.cluster import units
-from palsgd.cluster.all_reduce import ALGORITHMS, Network
-from palsgd.cluster.compute import SPREADS, Compute
-from palsgd.cluster.counts import Counts
-from palsgd.cluster.events import Clockwork, Projection
+from palsgd.cluster.events import Projection, TimeSimulation
+from palsgd.cluster.gradient_counts import Counts
+from palsgd.cluster.network import ALGORITHMS, Network
+from palsgd.cluster.step_times import SPREADS, Compute
 from palsgd.cluster.work import Work
 from palsgd.draws import one_of, whole
 
@@ -138,7 +138,7 @@ class Cluster:
         workers in `watched` are kept up to `until_s`. How many gradients the workers compute is
         drawn, unless `counts` says."""
         steps = whole("steps", steps, least=1)
-        machine = Clockwork(
+        machine = TimeSimulation(
             self,
             work,
             end=steps,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palsgd.cluster.counts import Counts, Drawn
+from palsgd.cluster.gradient_counts import Counts, Drawn
 from palsgd.cluster.work import Work
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Projection:
         return self.times[-1]
 
 
-class Clockwork:
+class TimeSimulation:
     def __init__(
         self,
         cluster: "Cluster",

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palsgd.lab.collection import Options, check_device, check_mixing, finish
-from palsgd.lab.files import RunFolder, write_json
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.processes import run_on_loopback
 from palsgd.lab.links.projection import ring_bytes, ring_s
 from palsgd.lab.report import formats
+from palsgd.lab.run_folder import RunFolder, write_json
+from palsgd.lab.run_set import Options, check_device, check_mixing, finish
 from palsgd.lab.settings import Settings
-from palsgd.lab.training import processor
+from palsgd.lab.trainer import processor
 from palsgd.lab.workloads import load
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _measured(
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "jobs.json", jobs)
         results = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "palsgd.lab.links.timing", f"{folder}/jobs.json",
+        command = [sys.executable, "-m", "palsgd.lab.links.worker_main", f"{folder}/jobs.json",
                    str(results)]  # fmt: skip
         _run(command, links, emulated=emulated, echo=not options.quiet)
         return json.loads(results.read_text())

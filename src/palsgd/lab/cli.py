@@ -190,7 +190,7 @@ def sweep(
 
     Example: palsgd sweep digits method=ddp,palsgd seed=1,2,3 --simulate
     """
-    from palsgd.lab.collection import grid_of, random_points
+    from palsgd.lab.run_set import grid_of, random_points
 
     base, fields = settings_from(recipe, None), _swept(values)
     points = (
@@ -352,8 +352,8 @@ def plan(
 
     Example: palsgd plan --step-ms 50 --parameters 8M --rate 100mbit
     """
-    from palsgd.lab.collection import check_device
     from palsgd.lab.plan import command
+    from palsgd.lab.run_set import check_device
 
     if paper_clusters:
         from palsgd.lab.plan.paper import paper_parts
@@ -466,8 +466,8 @@ def link(
     from rich.console import Console
 
     from palsgd.lab import bench_link
-    from palsgd.lab.collection import Options
     from palsgd.lab.links import unavailable
+    from palsgd.lab.run_set import Options
 
     if "=" in recipe:  # no workload named, only settings
         recipe, changes = "stories", [recipe, *(changes or [])]
@@ -526,8 +526,8 @@ def _run(
     runs: dict[str, Settings], out: Path, report: bool, *, swept: tuple[str, ...] = (),
     **options: Any,
 ) -> None:  # fmt: skip
-    from palsgd.lab.collection import FailedRunsError, Options, run_all
-    from palsgd.lab.launching import StoppedError, first_rank
+    from palsgd.lab.launcher import StoppedError, first_rank
+    from palsgd.lab.run_set import FailedRunsError, Options, run_all
 
     failure = None
     try:
@@ -574,7 +574,7 @@ def _swept(values: list[str]) -> dict[str, list[Any]]:
 
 
 def _new_folder(name: str) -> Path:
-    from palsgd.lab.launching import under_torchrun
+    from palsgd.lab.launcher import under_torchrun
 
     if under_torchrun():
         raise ValueError("under torchrun give --out DIR, the same on every machine")

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.draws import whole
-from palsgd.lab.outlook import Outlook, outlook
+from palsgd.lab.forecast import Outlook, outlook
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
 from palsgd.pseudo_async import PseudoAsync

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from palsgd.lab.files import plain
+from palsgd.lab.run_folder import plain
 
 Line = dict[str, Any]
 Record = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from palsgd.lab.data.files import Progress
+from palsgd.lab.data.download import Progress
 
 
 class Workload(ABC):

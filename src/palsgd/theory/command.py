@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from palsgd.draws import one_of, whole
-from palsgd.lab.collection import check_device
 from palsgd.lab.progress import Bar
+from palsgd.lab.run_set import check_device
 from palsgd.theory.page import write_results
 from palsgd.theory.problems import Bent, Logistic, Problem, Quadratic, check_constants, spectrum
 from palsgd.theory.results import STUDIES, Results, examine
-from palsgd.theory.setting import theorem_setting
-from palsgd.theory.studies import Lab
+from palsgd.theory.studies import StudyContext
+from palsgd.theory.theorem import theorem_setting
 
 PROBLEMS = ("quadratic", "logistic", "bent")
 _SIGMA = 2.0  # where none is given: noise and drift show beside the transient
@@ -60,7 +60,7 @@ def run_theory(
         subject, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
         distance=distance, draws=draws, lr=lr, mix_rate=mix_rate,
     )  # fmt: skip
-    lab = Lab(
+    lab = StudyContext(
         problem=subject, setting=setting, distance=distance, runs=whole("seeds", seeds, least=8),
         seed=whole("seed", seed), device=device,
     )  # fmt: skip

@@ -7,8 +7,17 @@ import torch
 from palsgd.theory.bound import explicit_bound
 from palsgd.theory.fits import Measured, quantile
 from palsgd.theory.problems import Bent, Quadratic
-from palsgd.theory.setting import Setting
-from palsgd.theory.studies import Exponent, Lab, Line, Study, rounds_up, say_outside, skipped, with_
+from palsgd.theory.studies import (
+    Exponent,
+    Line,
+    Study,
+    StudyContext,
+    rounds_up,
+    say_outside,
+    skipped,
+    with_,
+)
+from palsgd.theory.theorem import Setting
 
 # Of the quadratic's kin with a bend at the optimum. With L/mu = 5 its drift is large and runs are
 # short. alpha = p/(6 L H) is what Lemmas 3 and 4 ask for; below p/(48 L H), the theorem's own, it
@@ -18,7 +27,7 @@ _BENT_WORKERS = 2048
 _FORGOTTEN = 2.0  # mu alpha T: the same share of the way to the level where drift settles
 
 
-def drift_by_interval(lab: Lab) -> Study:
+def drift_by_interval(lab: StudyContext) -> Study:
     study = Study("interval", "Drift by sync interval", "sync interval H", show_bound=False)
     problem, intervals = _bent(lab), (4, 8, 16)
     lr = lab.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
@@ -42,7 +51,7 @@ def drift_by_interval(lab: Lab) -> Study:
     return study
 
 
-def drift_by_steps(lab: Lab) -> Study:
+def drift_by_steps(lab: StudyContext) -> Study:
     every = 4
     xlabel = f"steps T = {_FORGOTTEN:g}/(mu alpha)"
     study = Study("drift", "Drift by number of steps", xlabel, show_bound=False)
@@ -70,7 +79,7 @@ def drift_by_steps(lab: Lab) -> Study:
     return study
 
 
-def floor_by_workers(lab: Lab) -> Study:
+def floor_by_workers(lab: StudyContext) -> Study:
     """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
     study = Study("floor", "Where more workers stop helping", "workers K")
     bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 2048)
@@ -97,18 +106,18 @@ def floor_by_workers(lab: Lab) -> Study:
     return study
 
 
-def _bent_runs(lab: Lab) -> int:
+def _bent_runs(lab: StudyContext) -> int:
     """So many workers are a mean over many already."""
     return max(4, lab.runs // 50)
 
 
-def _bent(lab: Lab) -> Bent:
+def _bent(lab: StudyContext) -> Bent:
     smoothness = lab.problem.smoothness
     sigma = lab.problem.sigma or 1.0
     return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, lab.device)
 
 
-def _bent_setting(lab: Lab, lr: float, every: int, steps: int) -> Setting:
+def _bent_setting(lab: StudyContext, lr: float, every: int, steps: int) -> Setting:
     p = lab.setting.mix_prob
     return Setting(
         workers=_BENT_WORKERS, steps=steps, sync_every=every, mix_prob=p, lr=lr,
@@ -116,7 +125,9 @@ def _bent_setting(lab: Lab, lr: float, every: int, steps: int) -> Setting:
     )  # fmt: skip
 
 
-def _drift_lines(lab: Lab, problem: Bent, x: list[float], settings: list[Setting]) -> list[Line]:
+def _drift_lines(
+    lab: StudyContext, problem: Bent, x: list[float], settings: list[Setting]
+) -> list[Line]:
     """From x*, so that all error is noise or drift: the error, and F at the mean of xhat over
     runs, from which most of the noise is gone."""
     errors, drifts, runs = [], [], _bent_runs(lab)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from palsgd.lab.report.drawing import MUTED, Plot, new_axes, plain, publish, set_scale
-from palsgd.lab.report.looks import Look
+from palsgd.lab.report.canvas import MUTED, Plot, new_axes, plain, publish, set_scale
+from palsgd.lab.report.styles import Look
 from palsgd.theory.studies import Exponent, Line, Study
 
 LOOKS = [

@@ -13,10 +13,10 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from palsgd.theory.algorithm import RandomSource, run
 from palsgd.theory.problems import Noiseless, Problem
-from palsgd.theory.running import RandomSource, run
-from palsgd.theory.setting import Setting, largest_lr
-from palsgd.theory.studies import Lab, with_
+from palsgd.theory.studies import StudyContext, with_
+from palsgd.theory.theorem import Setting, largest_lr
 
 ALGORITHM, DEFINED, STATED = "as the algorithm", "as defined", "as stated"
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
@@ -67,7 +67,7 @@ class Trajectory:
     """What the lemmas speak of, for each step and run: lists that become tensors (steps, runs)."""
 
     def __init__(
-        self, lab: Lab, problem: Problem, setting: Setting, *, form: str, distance: float,
+        self, lab: StudyContext, problem: Problem, setting: Setting, *, form: str, distance: float,
         runs: int,
     ):  # fmt: skip
         self.problem, self.setting = problem, setting
@@ -218,7 +218,7 @@ def largest_factor(problem: Problem, setting: Setting) -> Check:
     )  # fmt: skip
 
 
-def lemma4_extreme(lab: Lab) -> Iterable[Check]:
+def lemma4_extreme(lab: StudyContext) -> Iterable[Check]:
     """A sequence that meets Lemma 4's recursion with equality: no noise, e_t = 1 at the first step
     of each round and 0 at the others."""
     base, problem = lab.setting, lab.problem
@@ -241,7 +241,7 @@ def lemma4_extreme(lab: Lab) -> Iterable[Check]:
 # -- all of them -------------------------------------------------------------------------------
 
 
-def all_checks(lab: Lab) -> list[Check]:
+def all_checks(lab: StudyContext) -> list[Check]:
     """On the lab's own setting, with the theorem's alpha, eta and independent coins; then where
     the statements fail."""
     checks: list[Check] = []
@@ -257,7 +257,7 @@ def all_checks(lab: Lab) -> list[Check]:
     return checks + counterexamples(lab)
 
 
-def counterexamples(lab: Lab) -> list[Check]:
+def counterexamples(lab: StudyContext) -> list[Check]:
     """Within what a lemma asks for, but beyond it; without noise, so that nothing hides it."""
     problem, base = Noiseless.like(lab.problem), with_(_theorems_own(lab), mix_prob=0.5)
     largest = 1 / (4 * problem.smoothness)
@@ -292,7 +292,7 @@ def counterexamples(lab: Lab) -> list[Check]:
     ]  # fmt: skip
 
 
-def _theorems_own(lab: Lab) -> Setting:
+def _theorems_own(lab: StudyContext) -> Setting:
     """Some rounds, p and alpha no larger than the theorem allows."""
     base = lab.setting
     p = min(base.mix_prob, 0.5)
@@ -311,6 +311,6 @@ def _eta_as_stated(setting: Setting) -> Setting:
 
 
 def _path(
-    lab: Lab, problem: Problem, setting: Setting, form: str, distance: float, runs: int
+    lab: StudyContext, problem: Problem, setting: Setting, form: str, distance: float, runs: int
 ) -> Trajectory:
     return Trajectory(lab, problem, setting, form=form, distance=distance, runs=runs)

@@ -4,7 +4,7 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
-from palsgd.lab.files import write_json
+from palsgd.lab.run_folder import write_json
 from palsgd.theory.lemmas import FAILS
 from palsgd.theory.results import Results
 from palsgd.theory.tables import tables
@@ -91,8 +91,8 @@ def write_results(results: Results, folder: Path) -> Path:
 def _html(results: Results, figures: Path) -> str:
     import jinja2
 
-    from palsgd.lab.report.drawing import drawing_style
-    from palsgd.lab.report.looks import THEME
+    from palsgd.lab.report.canvas import drawing_style
+    from palsgd.lab.report.styles import THEME
     from palsgd.theory.figures import LOOKS, draw
 
     errors, exponents, lemmas = tables(results)

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 import palsgd
-from palsgd.theory import drift, terms, variations
+from palsgd.theory import bound_terms, drift, variations
 from palsgd.theory.lemmas import Check, all_checks
-from palsgd.theory.studies import Lab, Line, Study
+from palsgd.theory.studies import Line, Study, StudyContext
 
-STUDIES: tuple[Callable[[Lab], Study], ...] = (
-    terms.convergence,
-    terms.speed_up,
-    terms.by_steps,
+STUDIES: tuple[Callable[[StudyContext], Study], ...] = (
+    bound_terms.convergence,
+    bound_terms.speed_up,
+    bound_terms.by_steps,
     drift.drift_by_interval,
     drift.drift_by_steps,
     drift.floor_by_workers,
-    terms.transient,
+    bound_terms.transient,
     variations.by_draws,
     variations.by_mix_prob,
     variations.by_mix_rate,
@@ -28,7 +28,7 @@ STUDIES: tuple[Callable[[Lab], Study], ...] = (
 
 @dataclass
 class Results:
-    lab: Lab
+    lab: StudyContext
     studies: list[Study]
     checks: list[Check]
 
@@ -72,7 +72,7 @@ class Results:
         }  # fmt: skip
 
 
-def examine(lab: Lab, at: Callable[[int, str], None] = lambda done, what: None) -> Results:
+def examine(lab: StudyContext, at: Callable[[int, str], None] = lambda done, what: None) -> Results:
     """Everything, one part after another; `at(done, what)` hears which is next."""
     studies = []
     for done, study in enumerate(STUDIES):

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from palsgd.draws import DRAWS
 from palsgd.theory.fits import Measured
 from palsgd.theory.problems import Noiseless
-from palsgd.theory.setting import Setting
-from palsgd.theory.studies import Lab, Line, Study, rounds_up, say_outside, skipped, with_
+from palsgd.theory.studies import Line, Study, StudyContext, rounds_up, say_outside, skipped, with_
+from palsgd.theory.theorem import Setting
 
 _SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 _TIMES_ETA = (0.0, 0.25, 1.0, 4.0)
@@ -21,7 +21,7 @@ class Regime:
     label: str
     noise: bool
 
-    def excess(self, lab: Lab, setting: Setting) -> Measured:
+    def excess(self, lab: StudyContext, setting: Setting) -> Measured:
         problem = lab.problem if self.noise else Noiseless.like(lab.problem)
         distance = 0.0 if self.noise else lab.distance
         return lab.excess(problem, setting, distance=distance, runs=lab.few_runs)
@@ -30,7 +30,7 @@ class Regime:
 REGIMES = (Regime("noise, from x*", True), Regime("transient, without noise", False))
 
 
-def by_draws(lab: Lab) -> Study:
+def by_draws(lab: StudyContext) -> Study:
     kinds = sorted(DRAWS, key=lambda kind: kind != "independent")
     study = Study("draws", "Draws", "draws", names=kinds)
     steps = _length(lab)
@@ -47,7 +47,7 @@ def by_draws(lab: Lab) -> Study:
     return study
 
 
-def by_mix_prob(lab: Lab) -> Study:
+def by_mix_prob(lab: StudyContext) -> Study:
     """alpha as it is; eta as the theorem says for each p."""
     study = Study("mix-prob", "Away from the theorem: p", "mix probability p", log_x=False)
     steps, base = _length(lab), lab.setting
@@ -61,7 +61,7 @@ def by_mix_prob(lab: Lab) -> Study:
     return study
 
 
-def by_mix_rate(lab: Lab) -> Study:
+def by_mix_rate(lab: StudyContext) -> Study:
     """From no mixing to beta = 1, which puts a worker back onto the anchor."""
     study = Study("mix-rate", "Away from the theorem: eta", "eta / (p / (2 H alpha))", log_x=False)
     steps, base = _length(lab), lab.setting
@@ -74,14 +74,14 @@ def by_mix_rate(lab: Lab) -> Study:
     return study
 
 
-def _fill(study: Study, lab: Lab, x: list[float], settings: list[Setting]) -> None:
+def _fill(study: Study, lab: StudyContext, x: list[float], settings: list[Setting]) -> None:
     for regime in REGIMES:
         measured = [regime.excess(lab, setting) for setting in settings]
         study.lines.append(Line(regime.label, x, measured))
     say_outside(study, settings, lab.problem)
 
 
-def _length(lab: Lab) -> int:
+def _length(lab: StudyContext) -> int:
     return rounds_up(_END / (lab.problem.mu * lab.setting.lr), lab.setting.sync_every)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palsgd.lab.data.files import Progress, fetch, written_whole
+from palsgd.lab.data.download import Progress, fetch, written_whole
 
 END = 50256
 SPLITS = ("train", "valid")

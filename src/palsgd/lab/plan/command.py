@@ -9,9 +9,9 @@ from rich.text import Text
 
 from palsgd.cluster import Cluster, units
 from palsgd.draws import check_mix_prob, whole
-from palsgd.lab.plan.choices import Choice, Task, best_of, break_even, choices, with_workers
+from palsgd.lab.plan.candidates import Choice, Task, best_of, break_even, choices, with_workers
 from palsgd.lab.plan.memory import memory
-from palsgd.lab.plan.words import (
+from palsgd.lab.plan.text import (
     choice_table,
     headline,
     memory_table,
@@ -41,7 +41,7 @@ def prepare(
         )
     sync, size = 0.0, 0 if parameters is None else units.count("parameters", parameters)
     if step_ms is None:
-        from palsgd.lab.plan.measuring import measure
+        from palsgd.lab.plan.measure import measure
 
         assert settings is not None
         found = measure(settings, data=data, device=device)
@@ -65,7 +65,7 @@ def prepare(
 
 
 def _size(settings: Settings | None) -> int:
-    from palsgd.lab.outlook import parameters_of
+    from palsgd.lab.forecast import parameters_of
 
     assert settings is not None
     found = parameters_of(settings.workload)
@@ -81,7 +81,7 @@ def _steps(settings: Settings | None, steps: int | None) -> int:
         return whole("steps", steps, least=1)
     if settings is None:
         return 10_000
-    from palsgd.lab.outlook import outlook
+    from palsgd.lab.forecast import outlook
 
     return outlook(settings.changed({"method": "ddp"}), parameters=1).steps
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster, Work
-from palsgd.cluster.counts import Expected
-from palsgd.lab.plan.words import time_words
+from palsgd.cluster.gradient_counts import Expected
+from palsgd.lab.plan.text import time_words
 from palsgd.lab.report import formats
 
 EFFICIENCY = 0.4  # of the arithmetic that a GPU is sold with, in fp32

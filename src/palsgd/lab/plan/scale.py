@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster, Work
-from palsgd.lab.plan.words import rate_words
-from palsgd.lab.report.drawing import drawing_style, publish
-from palsgd.lab.report.looks import THEME
+from palsgd.lab.plan.text import rate_words
+from palsgd.lab.report.canvas import drawing_style, publish
+from palsgd.lab.report.styles import THEME
 
 WORKERS = (8, 64, 512, 2048, 10_000)
 RATES = (1e7, 1e8, 1e9, 1e10, 1e11, 4e11)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from palsgd.lab.report.curves import Curve
-from palsgd.lab.report.grouping import Group, differing, label, settings_of, shown, sortable
+from palsgd.lab.report.groups import Group, differing, label, settings_of, shown, sortable
 from palsgd.lab.report.reading import Run
 
 

@@ -11,8 +11,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 from palsgd.lab.report import formats
-from palsgd.lab.report.curves import AXES, Curve
-from palsgd.lab.report.drawing import (
+from palsgd.lab.report.canvas import (
     MUTED,
     Plot,
     box,
@@ -24,7 +23,8 @@ from palsgd.lab.report.drawing import (
     set_scale,
     thousands,
 )
-from palsgd.lab.report.looks import THEME, Look
+from palsgd.lab.report.curves import AXES, Curve
+from palsgd.lab.report.styles import THEME, Look
 from palsgd.lab.report.timelines import KINDS, Bar
 
 

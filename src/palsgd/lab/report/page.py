@@ -21,9 +21,9 @@ def _page(runs: list[Run], figures: Path | None) -> str:
     # They take a while to import, and the command line offers much that needs neither.
     import jinja2
 
-    from palsgd.lab.report.drawing import drawing_style
-    from palsgd.lab.report.looks import THEME
+    from palsgd.lab.report.canvas import drawing_style
     from palsgd.lab.report.section import Section
+    from palsgd.lab.report.styles import THEME
 
     workloads = dict.fromkeys(run.workload for run in runs)
     with drawing_style(), warnings.catch_warnings():

@@ -13,9 +13,9 @@ import numpy as np
 
 from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
-from palsgd.lab.report.comparing import Comparison, ToTarget
+from palsgd.lab.report.canvas import Plot
+from palsgd.lab.report.comparison import Comparison, ToTarget
 from palsgd.lab.report.curves import AXES, average
-from palsgd.lab.report.drawing import Plot
 from palsgd.lab.report.figures import (
     Reference,
     Series,
@@ -23,9 +23,9 @@ from palsgd.lab.report.figures import (
     draw_curves,
     draw_timeline,
 )
-from palsgd.lab.report.grouping import Group, group, named, shown, sortable
-from palsgd.lab.report.looks import Look, looks
+from palsgd.lab.report.groups import Group, group, named, shown, sortable
 from palsgd.lab.report.reading import Run, read_timeline
+from palsgd.lab.report.styles import Look, looks
 from palsgd.lab.report.tables import (
     Table,
     cost_table,

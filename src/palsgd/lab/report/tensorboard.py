@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from palsgd.lab.report.curves import QUANTITIES
-from palsgd.lab.report.grouping import Group, group
+from palsgd.lab.report.groups import Group, group
 from palsgd.lab.report.reading import Run, find_runs
 
 _TAGS = {

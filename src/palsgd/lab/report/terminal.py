@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palsgd.lab.report import formats
-from palsgd.lab.report.comparing import Comparison, Final, ToTarget
-from palsgd.lab.report.grouping import group
+from palsgd.lab.report.comparison import Comparison, Final, ToTarget
+from palsgd.lab.report.groups import group
 from palsgd.lab.report.reading import find_runs
 
 if TYPE_CHECKING:

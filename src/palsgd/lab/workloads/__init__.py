@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from palsgd.lab.data.files import Progress
+from palsgd.lab.data.download import Progress
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from palsgd.lab.data import cifar10
-from palsgd.lab.data.files import place_of
+from palsgd.lab.data.download import place_of
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads.classification import InMemory
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from palsgd.lab.data.files import place_of
+from palsgd.lab.data.download import place_of
 from palsgd.lab.data.images import open_folders
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of

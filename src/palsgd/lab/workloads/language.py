@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.lab.data import tokens
-from palsgd.lab.data.files import place_of
+from palsgd.lab.data.download import place_of
 from palsgd.lab.data.sharding import batch_indices
 from palsgd.lab.workload import Workload, evaluating, parts_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from palsgd.lab.data.moving import sent
+from palsgd.lab.data.device import sent
 from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.data.tokens import NOT_A_TARGET

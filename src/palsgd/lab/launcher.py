@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from palsgd.errors import NonFiniteError
-from palsgd.lab.files import RunFolder
+from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
-from palsgd.lab.training import Trainer
+from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 

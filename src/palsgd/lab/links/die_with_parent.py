@@ -1,6 +1,7 @@
-"""`python tied.py PARENT COMMAND...`: COMMAND in this process, which ends when PARENT does.
+"""`python die_with_parent.py PARENT COMMAND...` runs COMMAND in this process.
 
-Run by itself, as a file: it starts quickly and needs nothing but Python.
+The process ends when PARENT does. Run by itself, as a file, it starts quickly and
+needs nothing but Python.
 """
 
 import ctypes

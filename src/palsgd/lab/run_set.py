@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from palsgd.interval import interval
-from palsgd.lab.files import RunFolder, write_json
-from palsgd.lab.launching import Job, check_world, first_rank, run_jobs, under_torchrun
+from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
+from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings, parsed
-from palsgd.lab.simulated import Simulated, shape_of, simulate_runs
+from palsgd.lab.simulated_run import Simulated, shape_of, simulate_runs
 from palsgd.lab.summary import compared
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load

@@ -1,6 +1,7 @@
-"""What each worker of `palsgd bench link` does: `python -m palsgd.lab.links.timing JOBS RESULTS`.
+"""What each worker of `palsgd bench link` does.
 
-JOBS is a file with the settings of the runs. Worker 0 writes the file RESULTS.
+The command is `python -m palsgd.lab.links.worker_main JOBS RESULTS`. JOBS is a file with the
+settings of the runs. Worker 0 writes the file RESULTS.
 """
 
 import json
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from palsgd.errors import NonFiniteError
-from palsgd.lab.building import build_optimizer
-from palsgd.lab.files import RunFolder, write_json
+from palsgd.lab.factory import build_optimizer
+from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings
-from palsgd.lab.training import Trainer
+from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from palsgd.lab.report import formats
-from palsgd.lab.report.looks import THEME
+from palsgd.lab.report.styles import THEME
 
 INK, MUTED, GRID = THEME["ink"][0], THEME["muted"][0], THEME["grid"][0]
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster
-from palsgd.lab.plan.choices import SHARE, TRIED, WORTH, Choice, Task, gain
+from palsgd.lab.plan.candidates import SHARE, TRIED, WORTH, Choice, Task, gain
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.report import formats
 

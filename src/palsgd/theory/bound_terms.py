@@ -4,16 +4,15 @@ import math
 
 import torch
 
+from palsgd.theory.algorithm import WeightedMean
 from palsgd.theory.bound import Bound, explicit_bound
 from palsgd.theory.fits import Fit, Measured, straight_line
 from palsgd.theory.problems import Noiseless, Problem
-from palsgd.theory.running import WeightedMean
-from palsgd.theory.setting import Setting, largest_lr, theorem_log, theorem_setting
 from palsgd.theory.studies import (
     Exponent,
-    Lab,
     Line,
     Study,
+    StudyContext,
     mean_model_watch,
     noiseless,
     rounds_up,
@@ -21,11 +20,12 @@ from palsgd.theory.studies import (
     times,
     with_,
 )
+from palsgd.theory.theorem import Setting, largest_lr, theorem_log, theorem_setting
 
 # -- the bound itself --------------------------------------------------------------------------
 
 
-def convergence(lab: Lab) -> Study:
+def convergence(lab: StudyContext) -> Study:
     """E[F(xhat_T)] - F* for every T up to the last, with alpha as it is, below the bound."""
     study = Study("bound", "Measured error and the bound", "steps T", log_x=False)
     at = _marks(lab.setting, 40)
@@ -87,7 +87,7 @@ def _marks(setting: Setting, number: int) -> list[int]:
 # -- sigma^2 / (mu K T) ------------------------------------------------------------------------
 
 
-def speed_up(lab: Lab) -> Study:
+def speed_up(lab: StudyContext) -> Study:
     study = Study("workers", "Error by number of workers", "workers K")
     base = lab.setting
     most = largest_lr(lab.problem, base.sync_every, base.mix_prob)
@@ -111,7 +111,7 @@ def speed_up(lab: Lab) -> Study:
     return study
 
 
-def by_steps(lab: Lab) -> Study:
+def by_steps(lab: StudyContext) -> Study:
     study = Study("steps", "Error by number of steps", "steps T, with alpha of the theorem")
     if noiseless(study, lab):
         return study
@@ -141,7 +141,7 @@ def by_steps(lab: Lab) -> Study:
     return study
 
 
-def _second_branch(lab: Lab) -> float:
+def _second_branch(lab: StudyContext) -> float:
     """The least T at which the theorem's alpha is ln A/(mu T); its start is then forgotten."""
     base = lab.setting
     rate = lab.problem.mu * largest_lr(lab.problem, base.sync_every, base.mix_prob)
@@ -151,7 +151,7 @@ def _second_branch(lab: Lab) -> float:
     return steps
 
 
-def _theorem(lab: Lab, steps: int, lr: float | None = None) -> Setting:
+def _theorem(lab: StudyContext, steps: int, lr: float | None = None) -> Setting:
     base = lab.setting
     return theorem_setting(
         lab.problem, workers=base.workers, steps=steps, sync_every=base.sync_every,
@@ -159,7 +159,7 @@ def _theorem(lab: Lab, steps: int, lr: float | None = None) -> Setting:
     )  # fmt: skip
 
 
-def _line(lab: Lab, label: str, x: list[float], settings: list[Setting]) -> Line:
+def _line(lab: StudyContext, label: str, x: list[float], settings: list[Setting]) -> Line:
     problem, distance = lab.problem, lab.distance
     return Line(
         label, x,
@@ -171,7 +171,7 @@ def _line(lab: Lab, label: str, x: list[float], settings: list[Setting]) -> Line
 # -- exp(-pT / (kappa H)) ----------------------------------------------------------------------
 
 
-def transient(lab: Lab) -> Study:
+def transient(lab: StudyContext) -> Study:
     """Without noise, for other H and p, against mu alpha T = pT/(48 kappa H)."""
     study = Study(
         "transient", "Transient, without noise", "mu alpha T = pT / (48 kappa H)", log_x=False
@@ -224,7 +224,7 @@ def transient(lab: Lab) -> Study:
 
 
 def _transient_setting(
-    lab: Lab, problem: Problem, every: int, mix_prob: float, end: float
+    lab: StudyContext, problem: Problem, every: int, mix_prob: float, end: float
 ) -> Setting:
     lr = largest_lr(problem, every, mix_prob)
     steps = rounds_up(end / (problem.mu * lr), every)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import variance
 
 from palsgd.lab.report.formats import mean
-from palsgd.lab.report.grouping import Group
+from palsgd.lab.report.groups import Group
 from palsgd.lab.report.reading import Line, Run
 
 COSTS = ("time_s", "step", "gradient_steps", "bytes_sent")

@@ -7,9 +7,9 @@ from statistics import median
 import torch
 
 from palsgd.lab import workloads
-from palsgd.lab.building import build_optimizer, low_precision
+from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.settings import Settings
-from palsgd.lab.training import split_batch
+from palsgd.lab.trainer import split_batch
 from palsgd.transport import Alone, ambient
 
 STEPS, WARM = 7, 2

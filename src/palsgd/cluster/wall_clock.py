@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from palsgd.cluster.cluster import Cluster
-from palsgd.cluster.counts import Planned
-from palsgd.cluster.events import Clockwork
+from palsgd.cluster.events import TimeSimulation
+from palsgd.cluster.gradient_counts import Planned
 from palsgd.cluster.work import Work
 from palsgd.method import Method
 
@@ -22,7 +22,7 @@ class WallClock:
     def __init__(self, cluster: Cluster, *, steps: int, seed: int):
         self._cluster, self._steps, self._seed = cluster, steps, seed
         self._found: tuple[Work, Method] | None = None
-        self._clockwork: Clockwork | None = None
+        self._clockwork: TimeSimulation | None = None
 
     def watching(
         self, build: Callable[[nn.Module], "LocalOptimizer"]
@@ -44,7 +44,7 @@ class WallClock:
             assert self._found is not None
             work, method = self._found
             counts = Planned(method, self._cluster.workers)
-            self._clockwork = Clockwork(
+            self._clockwork = TimeSimulation(
                 self._cluster, work, end=self._steps, counts=counts, seed=self._seed
             )
         return self._clockwork.run_until(clock)

@@ -17,15 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import palsgd
-from palsgd.lab.building import (
+from palsgd.lab.factory import (
     MeanNorm,
     agreement,
     build_optimizer,
     learning_rate_factor,
     low_precision,
 )
-from palsgd.lab.files import RunFolder, plain, write_json
 from palsgd.lab.progress import Bar
+from palsgd.lab.run_folder import RunFolder, plain, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.timeline import Timeline

@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from palsgd.theory.problems import Problem
-from palsgd.theory.setting import Setting
+from palsgd.theory.theorem import Setting
 
 Uniforms = Callable[..., Tensor]
 

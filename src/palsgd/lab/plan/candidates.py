@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from palsgd.cluster import Cluster, Work
-from palsgd.cluster.counts import Expected
+from palsgd.cluster.gradient_counts import Expected
 
 INTERVALS = tuple(2**n for n in range(2, 13))  # the H that are tried
 SHARE = 0.05  # of the time that may go into exchanges: a longer H hardly pays

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
-from palsgd.lab.building import learning_rate_factor
+from palsgd.lab.factory import learning_rate_factor
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads import WORKLOADS
 from palsgd.layout import fragments

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 import palsgd
-from palsgd.lab.building import (
+from palsgd.lab.factory import (
     MeanNorm,
     agreement,
     build_optimizer,
     learning_rate_factor,
     low_precision,
 )
-from palsgd.lab.files import RunFolder
 from palsgd.lab.progress import Bar
+from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
-from palsgd.lab.training import WARMUP_LINES, run_config, split_batch, start_line
+from palsgd.lab.trainer import WARMUP_LINES, run_config, split_batch, start_line
 from palsgd.lab.workload import Workload
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
