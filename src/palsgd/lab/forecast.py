@@ -26,7 +26,7 @@ EXAMPLES = {  # in an epoch of the published data
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class Forecast:
     settings: Settings
     method: Method
     mix_prob: float  # 0 where the method never mixes
@@ -105,11 +105,11 @@ class Outlook:
         return 1.0 if self.parameters is None else self.parameters
 
 
-def outlook(
+def forecast(
     settings: Settings, *, examples: int | None = None, parameters: int | None = None
-) -> Outlook:
+) -> Forecast:
     known = EXAMPLES.get(settings.workload.partition("-")[0], 0)
-    return Outlook(
+    return Forecast(
         settings=settings,
         method=method_of(settings),
         mix_prob=settings.mix_prob if settings.method == "palsgd" else 0.0,

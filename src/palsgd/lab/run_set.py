@@ -15,7 +15,7 @@ from palsgd.interval import interval
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings, parsed
-from palsgd.lab.simulated_run import Simulated, shape_of, simulate_runs
+from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.summary import compared
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
@@ -190,7 +190,7 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     for names in shapes.values():
         simulate_runs(
             [
-                Simulated(run, loaded(run.workload, run.seed), RunFolder(out / name))
+                SimulatedRun(run, loaded(run.workload, run.seed), RunFolder(out / name))
                 for name, run in ((name, runs[name]) for name in names)
             ],
             quiet=options.quiet,

@@ -27,7 +27,7 @@ from palsgd.lab.workload import Workload
 FREE = ("lr", "mix_prob", "mix_rate", "draws", "outer", "outer_lr", "outer_momentum", "seed")
 
 
-class Simulated:
+class SimulatedRun:
     """One run of a simulation: what simulate_many asks of it, and its files afterwards."""
 
     def __init__(self, settings: Settings, workload: Workload, folder: RunFolder):
@@ -127,7 +127,7 @@ class Simulated:
         return self.settings.lr * learning_rate_factor(self.settings, self.steps, clock)
 
 
-def simulate_runs(runs: list[Simulated], *, quiet: bool, vectorize: bool | str = "auto") -> None:
+def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto") -> None:
     """Runs that may share a program: they differ in nothing but what is in FREE."""
     first = runs[0]
     workload, settings = first.workload, first.settings
@@ -177,7 +177,7 @@ def simulate_runs(runs: list[Simulated], *, quiet: bool, vectorize: bool | str =
         run.write(result)
 
 
-def _title(runs: list[Simulated]) -> str:
+def _title(runs: list[SimulatedRun]) -> str:
     settings, count = runs[0].settings, len(runs)
     return f"{settings.workload} {settings.method if count == 1 else f'{count} runs'}"
 

@@ -25,25 +25,32 @@ from palsgd.theory.theorem import Setting, largest_lr, theorem_log, theorem_sett
 # -- the bound itself --------------------------------------------------------------------------
 
 
-def convergence(lab: StudyContext) -> Study:
+def convergence(context: StudyContext) -> Study:
     """E[F(xhat_T)] - F* for every T up to the last, with alpha as it is, below the bound."""
     study = Study("bound", "Measured error and the bound", "steps T", log_x=False)
-    at = _marks(lab.setting, 40)
-    mean = _Averages(lab.problem, lab.setting, at)
-    found = lab.outcome(
-        lab.problem, lab.setting, distance=lab.distance, runs=lab.runs, snapshots=at,
-        watch=mean.watch,
+    at = _marks(context.setting, 40)
+    mean = _Averages(context.problem, context.setting, at)
+    found = context.outcome(
+        context.problem, context.setting, distance=context.distance, runs=context.runs,
+        snapshots=at, watch=mean.watch,
     )  # fmt: skip
-    bounds = [explicit_bound(lab.problem, lab.setting, lab.distance, steps) for steps in at]
+    bounds = [
+        explicit_bound(context.problem, context.setting, context.distance, steps) for steps in at
+    ]
     x = [float(steps) for steps in at]
-    excess = [Measured.of(lab.problem.excess(found.at[steps])) for steps in at]
+    excess = [Measured.of(context.problem.excess(found.at[steps])) for steps in at]
     study.lines = [
         Line("F at xhat", x, excess, [bound.total for bound in bounds]),
         Line("mean of F at the workers' mean", x, mean.of_mean),
         Line("bound", x, _exactly([bound.total for bound in bounds])),
     ]
     study.notes.append(_beside(at[-1], excess[-1], bounds[-1]))
-    if theorem_log(lab.problem, lab.setting.workers, lab.setting.steps, lab.distance) <= 0:
+    if (
+        theorem_log(
+            context.problem, context.setting.workers, context.setting.steps, context.distance
+        )
+        <= 0
+    ):
         study.notes.append(
             "So few steps, or so much noise, that ln(mu^2 d0 T^2 K / sigma^2) is not positive and "
             "the theorem names no step size; p/(48 L H) stands in unless one was given."
@@ -87,17 +94,17 @@ def _marks(setting: Setting, number: int) -> list[int]:
 # -- sigma^2 / (mu K T) ------------------------------------------------------------------------
 
 
-def speed_up(lab: StudyContext) -> Study:
+def speed_up(context: StudyContext) -> Study:
     study = Study("workers", "Error by number of workers", "workers K")
-    base = lab.setting
-    most = largest_lr(lab.problem, base.sync_every, base.mix_prob)
+    base = context.setting
+    most = largest_lr(context.problem, base.sync_every, base.mix_prob)
     # mu alpha T = 8 leaves of the start a factor exp(-16)
-    steps = rounds_up(8 / (lab.problem.mu * most), base.sync_every)
+    steps = rounds_up(8 / (context.problem.mu * most), base.sync_every)
     workers = (1, 2, 4, 8, 16)
-    if noiseless(study, lab) or skipped(study, steps * len(workers)):
+    if noiseless(study, context) or skipped(study, steps * len(workers)):
         return study
-    settings = [with_(_theorem(lab, steps, lr=most), workers=number) for number in workers]
-    study.lines = [_line(lab, "measured", [float(k) for k in workers], settings)]
+    settings = [with_(_theorem(context, steps, lr=most), workers=number) for number in workers]
+    study.lines = [_line(context, "measured", [float(k) for k in workers], settings)]
     (line,) = study.lines
     study.exponents.append(
         Exponent(
@@ -111,17 +118,17 @@ def speed_up(lab: StudyContext) -> Study:
     return study
 
 
-def by_steps(lab: StudyContext) -> Study:
+def by_steps(context: StudyContext) -> Study:
     study = Study("steps", "Error by number of steps", "steps T, with alpha of the theorem")
-    if noiseless(study, lab):
+    if noiseless(study, context):
         return study
-    shortest = _second_branch(lab)
-    lengths = [rounds_up(shortest * factor, lab.setting.sync_every) for factor in (1, 2, 4)]
+    shortest = _second_branch(context)
+    lengths = [rounds_up(shortest * factor, context.setting.sync_every) for factor in (1, 2, 4)]
     if skipped(study, sum(lengths)):
         return study
-    settings = [_theorem(lab, steps) for steps in lengths]
-    line = _line(lab, "measured", [float(steps) for steps in lengths], settings)
-    logs = [theorem_log(lab.problem, s.workers, s.steps, lab.distance) for s in settings]
+    settings = [_theorem(context, steps) for steps in lengths]
+    line = _line(context, "measured", [float(steps) for steps in lengths], settings)
+    logs = [theorem_log(context.problem, s.workers, s.steps, context.distance) for s in settings]
     without = Line(
         "measured / ln A", line.x,
         [Measured(m.mean / log, m.half / log) for m, log in zip(line.measured, logs, strict=True)],
@@ -141,29 +148,32 @@ def by_steps(lab: StudyContext) -> Study:
     return study
 
 
-def _second_branch(lab: StudyContext) -> float:
+def _second_branch(context: StudyContext) -> float:
     """The least T at which the theorem's alpha is ln A/(mu T); its start is then forgotten."""
-    base = lab.setting
-    rate = lab.problem.mu * largest_lr(lab.problem, base.sync_every, base.mix_prob)
+    base = context.setting
+    rate = context.problem.mu * largest_lr(context.problem, base.sync_every, base.mix_prob)
     steps = 10 / rate
     for _ in range(50):  # ln A grows slowly with T, so this settles at once
-        steps = max(1.0, theorem_log(lab.problem, base.workers, int(steps), lab.distance)) / rate
+        steps = (
+            max(1.0, theorem_log(context.problem, base.workers, int(steps), context.distance))
+            / rate
+        )
     return steps
 
 
-def _theorem(lab: StudyContext, steps: int, lr: float | None = None) -> Setting:
-    base = lab.setting
+def _theorem(context: StudyContext, steps: int, lr: float | None = None) -> Setting:
+    base = context.setting
     return theorem_setting(
-        lab.problem, workers=base.workers, steps=steps, sync_every=base.sync_every,
-        mix_prob=base.mix_prob, distance=lab.distance, draws=base.draws, lr=lr,
+        context.problem, workers=base.workers, steps=steps, sync_every=base.sync_every,
+        mix_prob=base.mix_prob, distance=context.distance, draws=base.draws, lr=lr,
     )  # fmt: skip
 
 
-def _line(lab: StudyContext, label: str, x: list[float], settings: list[Setting]) -> Line:
-    problem, distance = lab.problem, lab.distance
+def _line(context: StudyContext, label: str, x: list[float], settings: list[Setting]) -> Line:
+    problem, distance = context.problem, context.distance
     return Line(
         label, x,
-        [lab.excess(problem, s, distance=distance, runs=lab.few_runs) for s in settings],
+        [context.excess(problem, s, distance=distance, runs=context.few_runs) for s in settings],
         [explicit_bound(problem, s, distance).total for s in settings],
     )  # fmt: skip
 
@@ -171,31 +181,31 @@ def _line(lab: StudyContext, label: str, x: list[float], settings: list[Setting]
 # -- exp(-pT / (kappa H)) ----------------------------------------------------------------------
 
 
-def transient(lab: StudyContext) -> Study:
+def transient(context: StudyContext) -> Study:
     """Without noise, for other H and p, against mu alpha T = pT/(48 kappa H)."""
     study = Study(
         "transient", "Transient, without noise", "mu alpha T = pT / (48 kappa H)", log_x=False
     )
-    problem, base, end = Noiseless.like(lab.problem), lab.setting, 12.0
+    problem, base, end = Noiseless.like(context.problem), context.setting, 12.0
     choices = [
         (base.sync_every, base.mix_prob),
         (2 * base.sync_every, base.mix_prob),
         (base.sync_every, base.mix_prob / 2),
     ]
-    settings = [_transient_setting(lab, problem, every, p, end) for every, p in choices]
+    settings = [_transient_setting(context, problem, every, p, end) for every, p in choices]
     if skipped(study, sum(setting.steps for setting in settings)):
         return study
     for number, setting in enumerate(settings):
         at = _marks(setting, 24)
         mean = _Averages(problem, setting, at)
-        found = lab.outcome(
-            problem, setting, distance=lab.distance, runs=64, snapshots=at,
+        found = context.outcome(
+            problem, setting, distance=context.distance, runs=64, snapshots=at,
             watch=None if number else mean.watch,
         )  # fmt: skip
         x = [problem.mu * setting.lr * steps for steps in at]
         label = f"H = {setting.sync_every}, p = {setting.mix_prob:g}"
         excess = [Measured.of(problem.excess(found.at[steps])) for steps in at]
-        bound = [explicit_bound(problem, setting, lab.distance, steps).total for steps in at]
+        bound = [explicit_bound(problem, setting, context.distance, steps).total for steps in at]
         study.lines.append(Line(f"F at xhat, {label}", x, excess, bound))
         if not number:
             study.lines.append(Line(f"mean of F at the workers' mean, {label}", x, mean.of_mean))
@@ -224,13 +234,13 @@ def transient(lab: StudyContext) -> Study:
 
 
 def _transient_setting(
-    lab: StudyContext, problem: Problem, every: int, mix_prob: float, end: float
+    context: StudyContext, problem: Problem, every: int, mix_prob: float, end: float
 ) -> Setting:
     lr = largest_lr(problem, every, mix_prob)
     steps = rounds_up(end / (problem.mu * lr), every)
     return theorem_setting(
-        problem, workers=lab.setting.workers, steps=steps, sync_every=every, mix_prob=mix_prob,
-        distance=lab.distance, draws=lab.setting.draws,
+        problem, workers=context.setting.workers, steps=steps, sync_every=every, mix_prob=mix_prob,
+        distance=context.distance, draws=context.setting.draws,
     )  # fmt: skip
 
 

@@ -60,12 +60,12 @@ def run_theory(
         subject, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
         distance=distance, draws=draws, lr=lr, mix_rate=mix_rate,
     )  # fmt: skip
-    lab = StudyContext(
+    context = StudyContext(
         problem=subject, setting=setting, distance=distance, runs=whole("seeds", seeds, least=8),
         seed=whole("seed", seed), device=device,
     )  # fmt: skip
     with _one_thread(), Bar("theory", len(STUDIES) + 1, unit="parts", quiet=quiet) as bar:
-        results = examine(lab, bar.at)
+        results = examine(context, bar.at)
     return results, write_results(results, out)
 
 

@@ -27,15 +27,15 @@ _BENT_WORKERS = 2048
 _FORGOTTEN = 2.0  # mu alpha T: the same share of the way to the level where drift settles
 
 
-def drift_by_interval(lab: StudyContext) -> Study:
+def drift_by_interval(context: StudyContext) -> Study:
     study = Study("interval", "Drift by sync interval", "sync interval H", show_bound=False)
-    problem, intervals = _bent(lab), (4, 8, 16)
-    lr = lab.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
+    problem, intervals = _bent(context), (4, 8, 16)
+    lr = context.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
     steps = math.ceil(_FORGOTTEN / (problem.mu * lr))
     if skipped(study, steps * len(intervals)):
         return study
-    settings = [_bent_setting(lab, lr, every, rounds_up(steps, every)) for every in intervals]
-    study.lines = _drift_lines(lab, problem, [float(every) for every in intervals], settings)
+    settings = [_bent_setting(context, lr, every, rounds_up(steps, every)) for every in intervals]
+    study.lines = _drift_lines(context, problem, [float(every) for every in intervals], settings)
     say_outside(study, settings, problem)
     study.exponents.append(
         Exponent(
@@ -51,20 +51,20 @@ def drift_by_interval(lab: StudyContext) -> Study:
     return study
 
 
-def drift_by_steps(lab: StudyContext) -> Study:
+def drift_by_steps(context: StudyContext) -> Study:
     every = 4
     xlabel = f"steps T = {_FORGOTTEN:g}/(mu alpha)"
     study = Study("drift", "Drift by number of steps", xlabel, show_bound=False)
-    problem = _bent(lab)
-    most = lab.setting.mix_prob / (6 * problem.smoothness * every)
+    problem = _bent(context)
+    most = context.setting.mix_prob / (6 * problem.smoothness * every)
     rates = [most / factor for factor in (1, 2, 4, 8)]
     lengths = [rounds_up(_FORGOTTEN / (problem.mu * lr), every) for lr in rates]
     if skipped(study, sum(lengths)):
         return study
     settings = [
-        _bent_setting(lab, lr, every, steps) for lr, steps in zip(rates, lengths, strict=True)
+        _bent_setting(context, lr, every, steps) for lr, steps in zip(rates, lengths, strict=True)
     ]
-    study.lines = _drift_lines(lab, problem, [float(steps) for steps in lengths], settings)
+    study.lines = _drift_lines(context, problem, [float(steps) for steps in lengths], settings)
     say_outside(study, settings, problem)
     study.exponents.append(
         Exponent(
@@ -79,19 +79,21 @@ def drift_by_steps(lab: StudyContext) -> Study:
     return study
 
 
-def floor_by_workers(lab: StudyContext) -> Study:
+def floor_by_workers(context: StudyContext) -> Study:
     """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
     study = Study("floor", "Where more workers stop helping", "workers K")
-    bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 2048)
-    lr = lab.setting.mix_prob / (6 * bent.smoothness * every)
+    bent, every, numbers = _bent(context), 4, (16, 128, 1024, 2048)
+    lr = context.setting.mix_prob / (6 * bent.smoothness * every)
     steps = rounds_up(_FORGOTTEN / (bent.mu * lr), every)
     if skipped(study, steps * 2 * len(numbers)):
         return study
     ends = torch.tensor([bent.mu, bent.smoothness], dtype=torch.float64)
-    for problem in (Quadratic.of(ends, bent.sigma, lab.device), bent):
-        settings = [with_(_bent_setting(lab, lr, every, steps), workers=k) for k in numbers]
+    for problem in (Quadratic.of(ends, bent.sigma, context.device), bent):
+        settings = [with_(_bent_setting(context, lr, every, steps), workers=k) for k in numbers]
         measured = [
-            lab.excess(problem, s, distance=0.0, runs=_bent_runs(lab) * numbers[-1] // s.workers)
+            context.excess(
+                problem, s, distance=0.0, runs=_bent_runs(context) * numbers[-1] // s.workers
+            )
             for s in settings
         ]
         study.lines.append(Line(problem.name, [float(k) for k in numbers], measured))
@@ -106,33 +108,33 @@ def floor_by_workers(lab: StudyContext) -> Study:
     return study
 
 
-def _bent_runs(lab: StudyContext) -> int:
+def _bent_runs(context: StudyContext) -> int:
     """So many workers are a mean over many already."""
-    return max(4, lab.runs // 50)
+    return max(4, context.runs // 50)
 
 
-def _bent(lab: StudyContext) -> Bent:
-    smoothness = lab.problem.smoothness
-    sigma = lab.problem.sigma or 1.0
-    return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, lab.device)
+def _bent(context: StudyContext) -> Bent:
+    smoothness = context.problem.smoothness
+    sigma = context.problem.sigma or 1.0
+    return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, context.device)
 
 
-def _bent_setting(lab: StudyContext, lr: float, every: int, steps: int) -> Setting:
-    p = lab.setting.mix_prob
+def _bent_setting(context: StudyContext, lr: float, every: int, steps: int) -> Setting:
+    p = context.setting.mix_prob
     return Setting(
         workers=_BENT_WORKERS, steps=steps, sync_every=every, mix_prob=p, lr=lr,
-        mix_rate=p / (2 * every * lr), draws=lab.setting.draws,
+        mix_rate=p / (2 * every * lr), draws=context.setting.draws,
     )  # fmt: skip
 
 
 def _drift_lines(
-    lab: StudyContext, problem: Bent, x: list[float], settings: list[Setting]
+    context: StudyContext, problem: Bent, x: list[float], settings: list[Setting]
 ) -> list[Line]:
     """From x*, so that all error is noise or drift: the error, and F at the mean of xhat over
     runs, from which most of the noise is gone."""
-    errors, drifts, runs = [], [], _bent_runs(lab)
+    errors, drifts, runs = [], [], _bent_runs(context)
     for setting in settings:
-        xhat = lab.outcome(problem, setting, distance=0.0, runs=runs).average
+        xhat = context.outcome(problem, setting, distance=0.0, runs=runs).average
         errors.append(Measured.of(problem.excess(xhat)))
         mean, spread = xhat.mean(0), xhat.std(0) / math.sqrt(runs)
         half = quantile(runs - 1) * (problem.gradient(mean) * spread).norm().item()

@@ -8,24 +8,24 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from palsgd.lab.report.canvas import MUTED, Plot, new_axes, plain, publish, set_scale
-from palsgd.lab.report.styles import Look
+from palsgd.lab.report.styles import LineStyle
 from palsgd.theory.studies import Exponent, Line, Study
 
-LOOKS = [
-    Look("#d55e00", "#ff9152", "-", "o"),
-    Look("#0072b2", "#5cb8f2", (0, (5, 1.8)), "s"),
-    Look("#009e73", "#40c99b", (0, (1, 1.6)), "D"),
-    Look("#a8437f", "#e79ac6", (0, (6, 1.5, 1, 1.5)), "^"),
+LINE_STYLES = [
+    LineStyle("#d55e00", "#ff9152", "-", "o"),
+    LineStyle("#0072b2", "#5cb8f2", (0, (5, 1.8)), "s"),
+    LineStyle("#009e73", "#40c99b", (0, (1, 1.6)), "D"),
+    LineStyle("#a8437f", "#e79ac6", (0, (6, 1.5, 1, 1.5)), "^"),
 ]
-_COLOURS = {look.light: f"var(--line-{number})" for number, look in enumerate(LOOKS)}
+_COLOURS = {style.light: f"var(--line-{number})" for number, style in enumerate(LINE_STYLES)}
 
 
 def draw(study: Study, folder: Path | None) -> Plot:
     figure, axes = new_axes(study.title, study.xlabel, height=2.85)
-    for line, look in zip(study.lines, LOOKS, strict=False):
-        _draw_line(axes, line, look, joined=not study.names)
+    for line, style in zip(study.lines, LINE_STYLES, strict=False):
+        _draw_line(axes, line, style, joined=not study.names)
         if study.show_bound and _few(line):
-            _draw_bound(axes, line, look)
+            _draw_bound(axes, line, style)
     if study.exponents and study.log_x:
         _draw_claim(axes, study.lines, study.exponents[0])
     _scale_y(axes, study)
@@ -38,22 +38,22 @@ def draw(study: Study, folder: Path | None) -> Plot:
     return publish(figure, f"theory-{study.name}", study.title, _COLOURS, folder)
 
 
-def _draw_line(axes: Axes, line: Line, look: Look, *, joined: bool) -> None:
+def _draw_line(axes: Axes, line: Line, style: LineStyle, *, joined: bool) -> None:
     mean, half = (
         np.array([getattr(each, part) for each in line.measured]) for part in ("mean", "half")
     )
-    shown: Any = dict(color=look.light, ls=look.dash if joined else "none", label=line.label)
+    shown: Any = dict(color=style.light, ls=style.dash if joined else "none", label=line.label)
     if _few(line):
-        axes.errorbar(line.x, mean, yerr=half, marker=look.marker, ms=4, markeredgewidth=0,
+        axes.errorbar(line.x, mean, yerr=half, marker=style.marker, ms=4, markeredgewidth=0,
                       elinewidth=0.9, capsize=1.5, zorder=3, **shown)  # fmt: skip
     else:
-        axes.fill_between(line.x, mean - half, mean + half, color=look.light, alpha=0.16, lw=0)
+        axes.fill_between(line.x, mean - half, mean + half, color=style.light, alpha=0.16, lw=0)
         axes.plot(line.x, mean, zorder=3, **shown)
 
 
-def _draw_bound(axes: Axes, line: Line, look: Look) -> None:
+def _draw_bound(axes: Axes, line: Line, style: LineStyle) -> None:
     if line.bound is not None:
-        axes.plot(line.x, line.bound, color=look.light, lw=0.8, ls=(0, (1, 2)),
+        axes.plot(line.x, line.bound, color=style.light, lw=0.8, ls=(0, (1, 2)),
                   label=f"{line.label}: bound", zorder=2)  # fmt: skip
 
 

@@ -23,8 +23,8 @@ _PAGE = """<!doctype html>
 {% for name, (light, dark) in theme.items() %}
   --{{ name }}: light-dark({{ light }}, {{ dark }});
 {% endfor %}
-{% for look in looks %}
-  --line-{{ loop.index0 }}: light-dark({{ look.light }}, {{ look.dark }});
+{% for style in line_styles %}
+  --line-{{ loop.index0 }}: light-dark({{ style.light }}, {{ style.dark }});
 {% endfor %}
 }
 .wide table { width: 100%; }
@@ -93,7 +93,7 @@ def _html(results: Results, figures: Path) -> str:
 
     from palsgd.lab.report.canvas import drawing_style
     from palsgd.lab.report.styles import THEME
-    from palsgd.theory.figures import LOOKS, draw
+    from palsgd.theory.figures import LINE_STYLES, draw
 
     errors, exponents, lemmas = tables(results)
     shown = [study for study in results.studies if study.lines]
@@ -106,22 +106,22 @@ def _html(results: Results, figures: Path) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     return environment.from_string(_PAGE).render(
-        css=css, theme=THEME, looks=LOOKS, facts=facts(results), outside=results.outside,
-        errors=errors, exponents=exponents, lemmas=lemmas, studies=studies,
+        css=css, theme=THEME, line_styles=LINE_STYLES, facts=facts(results),
+        outside=results.outside, errors=errors, exponents=exponents, lemmas=lemmas, studies=studies,
         failing=[check for check in results.checks if check.verdict == FAILS],
     )  # fmt: skip
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
-    lab, s = results.lab, results.lab.setting
-    problem = lab.problem
+    context, s = results.context, results.context.setting
+    problem = context.problem
     return [
         ("problem", f"{problem.name}, {problem.dim} dimensions"),
         ("L, mu, sigma", f"{problem.smoothness:g}, {problem.mu:g}, {problem.sigma:.4g}"),
-        ("distance at the start", f"{lab.distance:g}"),
+        ("distance at the start", f"{context.distance:g}"),
         ("K, H, p", f"{s.workers}, {s.sync_every}, {s.mix_prob:g}"),
         ("alpha, eta, beta", f"{s.lr:.4g}, {s.mix_rate:.4g}, {s.beta:.4g}"),
         ("steps", f"{s.steps:,}"),
         ("draws", s.draws),
-        ("runs", f"{lab.runs:,}"),
+        ("runs", f"{context.runs:,}"),
     ]

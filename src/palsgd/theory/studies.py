@@ -115,9 +115,9 @@ def say_outside(study: Study, settings: Sequence[Setting], problem: Problem) -> 
         study.notes.append(f"Outside the theorem: {', '.join(found)}.")
 
 
-def noiseless(study: Study, lab: StudyContext) -> bool:
+def noiseless(study: Study, context: StudyContext) -> bool:
     """Whether a study of noise has none; then it says so."""
-    if lab.problem.sigma > 0:
+    if context.problem.sigma > 0:
         return False
     study.notes.append("Not run: without noise (sigma = 0) this term is 0.")
     return True

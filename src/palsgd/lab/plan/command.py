@@ -81,9 +81,9 @@ def _steps(settings: Settings | None, steps: int | None) -> int:
         return whole("steps", steps, least=1)
     if settings is None:
         return 10_000
-    from palsgd.lab.forecast import outlook
+    from palsgd.lab.forecast import forecast
 
-    return outlook(settings.changed({"method": "ddp"}), parameters=1).steps
+    return forecast(settings.changed({"method": "ddp"}), parameters=1).steps
 
 
 def plan(cluster: Cluster, task: Task, out: Path | None) -> list[RenderableType]:

@@ -1,4 +1,4 @@
-"""How a line looks: told apart by colour (safe for colour-blind eyes), by dash and by marker."""
+"""The styles of lines: told apart by colour (safe for colour-blind eyes), dash and marker."""
 
 from dataclasses import dataclass
 
@@ -33,28 +33,28 @@ Dash = str | tuple[float, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     light: str
     dark: str
     dash: Dash
     marker: str
 
 
-def looks(groups: list[Group]) -> list[Look]:
-    """One look per group: hue and dash say the method, shade and marker the setting."""
+def line_styles(groups: list[Group]) -> list[LineStyle]:
+    """One style per group: hue and dash say the method, shade and marker the setting."""
     methods = list(dict.fromkeys(group.method for group in groups))
-    result: list[Look] = []
+    result: list[LineStyle] = []
     for group in groups:
         kin = [other for other in groups if other.method == group.method]
-        light, dark, dash = _method_look(group.method, methods)
+        light, dark, dash = _method_style(group.method, methods)
         shade = _shade(kin.index(group), len(kin))
         marker = _MARKERS[len(result) % len(_MARKERS)]
         shades = _shaded(light, shade, darkest=0.62), _shaded(dark, shade, darkest=0.4)
-        result.append(Look(*shades, dash, marker))
+        result.append(LineStyle(*shades, dash, marker))
     return result
 
 
-def _method_look(method: str, methods: list[str]) -> tuple[str, str, Dash]:
+def _method_style(method: str, methods: list[str]) -> tuple[str, str, Dash]:
     if method in _HUES:
         return *_HUES[method], _DASHES[method]  # type: ignore[return-value]
     others = [name for name in methods if name not in _HUES]
