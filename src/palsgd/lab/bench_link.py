@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palsgd import units
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.processes import run_on_loopback
 from palsgd.lab.links.projection import ring_bytes, ring_s
@@ -49,9 +50,17 @@ class Links:
 
 
 def links_of(
-    *, workers: int, rate: str, latency: float, loss: float, slow: str | None, lossy: float | None
+    *,
+    workers: int,
+    rate: str,
+    latency: float | str,
+    loss: float,
+    slow: str | None,
+    lossy: float | None,
 ) -> Links:
-    link = Link(None if rate == "none" else rate, latency, loss)
+    """`latency` is text with a unit, or a number of milliseconds."""
+    link = Link(None if rate == "none" else rate, units.milliseconds("latency", latency, zero=True),
+                loss)  # fmt: skip
     last = dataclasses.replace(
         link, rate=slow or link.rate, loss=link.loss if lossy is None else lossy
     )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from palsgd import units
 from palsgd.lab.settings import METHODS, Settings, assignments
 
 app = typer.Typer(
@@ -315,7 +316,7 @@ def plan(
     ] = None,
     workers: Workers = None,
     rate: Annotated[str, typer.Option(help="Of a worker's (or node's) link, each way.")] = "1gbit",
-    latency: Annotated[float, typer.Option(help="One way, in milliseconds.")] = 1.0,
+    latency: Annotated[str, typer.Option(help="One way: milliseconds, or e.g. 50us.")] = "1",
     step_ms: Annotated[
         float | None, typer.Option(help="Of a gradient step.", show_default="measured")
     ] = None,
@@ -372,8 +373,9 @@ def plan(
     cluster, task = command.prepare(
         settings, step_ms=step_ms, parameters=parameters, steps=steps, mix_prob=mix_prob,
         extra_steps=extra_steps, data=data, device=device, workers=number, rate=rate,
-        latency=latency / 1e3, spread=spread, cv=cv, straggler=straggler, per_node=per_node,
-        node_rate=node_rate, all_reduce=all_reduce, overlap=overlap,
+        latency=units.milliseconds("latency", latency, zero=True) / 1e3, spread=spread, cv=cv,
+        straggler=straggler, per_node=per_node, node_rate=node_rate, all_reduce=all_reduce,
+        overlap=overlap,
     )  # fmt: skip
     _print(command.plan(cluster, task, folder))
 
@@ -434,8 +436,8 @@ def link(
         str, typer.Option(help="Of every worker's link, each way, e.g. 10mbit, 1gbit; or none.")
     ] = "100mbit",
     latency: Annotated[
-        float, typer.Option(help="Milliseconds that every packet takes, one way.")
-    ] = 0.0,
+        str, typer.Option(help="Of every packet, one way: milliseconds, or e.g. 50us.")
+    ] = "0",
     loss: Annotated[float, typer.Option(help="Share of the packets that every link drops.")] = 0.0,
     slow_worker: Annotated[
         str | None, typer.Option(help="Another rate for the last worker's link, e.g. 10mbit.")

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from palsgd.draws import whole
+from palsgd.checks import check_int
 from palsgd.lab.forecast import Forecast, forecast
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
@@ -30,8 +30,8 @@ def explain(
     `examples` and `parameters` are those of the workload as it was loaded; without them, of the
     published data and of its model, as far as that can be built without data.
     """
-    whole("rounds", rounds)
-    whole("first_round", first_round)
+    check_int("rounds", rounds)
+    check_int("first_round", first_round)
     ahead = forecast(settings, examples=examples, parameters=parameters)
     if first_round and first_round >= ahead.rounds:
         raise ValueError(

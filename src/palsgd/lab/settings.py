@@ -4,10 +4,11 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from palsgd.checks import below, check_choice, check_number
 from palsgd.cluster import Cluster
 from palsgd.compression import find_codec
 
@@ -53,21 +54,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
-                )
-        for name, (allows, words) in RANGES.items():
+            check_choice(name, getattr(self, name), choices)
+        for name, (low, high, words) in RANGES.items():
             value = getattr(self, name)
-            if (name, value) == ("sync_every", "auto"):
-                continue
-            if value is not None and not (math.isfinite(value) and allows(value)):
-                raise ValueError(f"{name}={value} must be {words}")
+            if value is not None and (name, value) != ("sync_every", "auto"):
+                check_number(name, value, words, low=low, high=high)
         find_codec(self.compress)
         if self.cluster is not None:
             Cluster.parse(self.cluster, workers=self.workers)
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"epochs={self.epochs} must be more than 0")
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
@@ -104,11 +98,12 @@ CHOICES = {
     "outer": ("nesterov", "sgd", "adam"),
     "precision": ("fp32", "tf32", "bf16"),
 }
-_COUNT = (lambda x: x >= 1, "at least 1")
-_NOT_NEGATIVE = (lambda x: x >= 0, "a number >= 0")
-_POSITIVE = (lambda x: x > 0, "a number > 0")
-_SHARE = (lambda x: 0 <= x < 1, "in [0, 1)")
-RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+# Strict limits, and the range in words
+_COUNT = (below(1), math.inf, "at least 1")
+_NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
+_POSITIVE = (0.0, math.inf, "a number > 0")
+_SHARE = (below(0), 1.0, "in [0, 1)")
+RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("workers", "steps", "batch_size", "micro_batches", "sync_every"), _COUNT),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from palsgd.draws import one_of, whole
+from palsgd.checks import check_choice, check_int
 from palsgd.lab.progress import Bar
 from palsgd.lab.run_set import check_device
 from palsgd.theory.page import write_results
@@ -23,7 +23,7 @@ def problem_of(
     kind: str, *, dim: int, mu: float, smoothness: float, sigma: float | None, curvatures: str,
     device: str = "cpu",
 ) -> Problem:  # fmt: skip
-    one_of("problem", kind, PROBLEMS)
+    check_choice("problem", kind, PROBLEMS)
     check_constants(mu, smoothness, _SIGMA if sigma is None else sigma)
     if kind == "logistic":
         if sigma is not None:
@@ -61,8 +61,8 @@ def run_theory(
         distance=distance, draws=draws, lr=lr, mix_rate=mix_rate,
     )  # fmt: skip
     context = StudyContext(
-        problem=subject, setting=setting, distance=distance, runs=whole("seeds", seeds, least=8),
-        seed=whole("seed", seed), device=device,
+        problem=subject, setting=setting, distance=distance,
+        runs=check_int("seeds", seeds, least=8), seed=check_int("seed", seed), device=device,
     )  # fmt: skip
     with _one_thread(), Bar("theory", len(STUDIES) + 1, unit="parts", quiet=quiet) as bar:
         results = examine(context, bar.at)

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from palsgd.draws import DRAWS, check_mix_rate, one_of, whole
+from palsgd.checks import check_choice, check_int, check_mix_rate
+from palsgd.draws import DRAWS
 from palsgd.theory.problems import Problem
 
 
@@ -19,11 +20,11 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name in ("workers", "steps", "sync_every"):
-            whole(name, getattr(self, name), least=1)
+            check_int(name, getattr(self, name), least=1)
         check_share(self.mix_prob)
         check_lr(self.lr)
         check_mix_rate(self.mix_rate)
-        one_of("draws", self.draws, DRAWS)
+        check_choice("draws", self.draws, DRAWS)
         if self.beta > 1 + 1e-9:
             raise ValueError(
                 f"mix_rate={self.mix_rate:g} gives beta={self.beta:.4g}, outside [0, 1] "
@@ -58,8 +59,8 @@ def theorem_setting(
 ) -> Setting:  # fmt: skip
     """The theorem's alpha and eta, where none are given."""
     check_share(mix_prob)
-    whole("workers", workers, least=1), whole("steps", steps, least=1)
-    whole("sync_every", sync_every, least=1)
+    check_int("workers", workers, least=1), check_int("steps", steps, least=1)
+    check_int("sync_every", sync_every, least=1)
     if lr is None:
         lr = theorem_lr(problem, workers, steps, sync_every, mix_prob, distance)
     check_lr(lr)

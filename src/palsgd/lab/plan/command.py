@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from palsgd.cluster import Cluster, units
-from palsgd.draws import check_mix_prob, whole
+from palsgd import units
+from palsgd.checks import check_int, check_mix_prob, check_number
+from palsgd.cluster import Cluster
 from palsgd.lab.plan.candidates import Choice, Task, best_of, break_even, choices, with_workers
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.text import (
@@ -48,7 +49,7 @@ def prepare(
         step, sync = found.step_s, found.sync_s
         size = size or found.parameters
     else:
-        step = units.number_in("step_ms", step_ms, "more than 0 ms", low=0.0) / 1e3
+        step = check_number("step_ms", step_ms, "more than 0 ms", low=0.0) / 1e3
         size = size or _size(settings)
     if mix_prob is None:
         mix_prob = 0.1 if settings is None else settings.mix_prob
@@ -59,7 +60,7 @@ def prepare(
         warmup_steps=0 if settings is None else settings.warmup_steps,
         mix_prob=mix_prob,
         inner="adamw" if settings is None else settings.inner,
-        extra_steps=units.number_in("extra_steps", extra_steps, "more than -1", low=-1.0),
+        extra_steps=check_number("extra_steps", extra_steps, "more than -1", low=-1.0),
     )
     return Cluster(step=step, sync=sync, **links), task
 
@@ -78,7 +79,7 @@ def _size(settings: Settings | None) -> int:
 
 def _steps(settings: Settings | None, steps: int | None) -> int:
     if steps is not None:
-        return whole("steps", steps, least=1)
+        return check_int("steps", steps, least=1)
     if settings is None:
         return 10_000
     from palsgd.lab.forecast import forecast
