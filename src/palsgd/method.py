@@ -15,7 +15,7 @@ class Method:
     """As it stands, the plainest answers: H gradient steps, nothing between, one outer step.
 
     A new method overrides what it does differently, in a file of its own, and gets a row in
-    the table of tests/test_every_method.py. It never sees a message or a process.
+    the table of tests/library/test_every_method.py. It never sees a message or a process.
     """
 
     sync_every: int

@@ -4,12 +4,12 @@ import itertools
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).parent.parent / "bench"
+from support.patience import patient
+from support.places import BENCH
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def trained(bench, contender, **settings):
     found = CONTENDERS[contender]
     order = {"class": found.adapter, "settings": found.settings | settings, "size": "tiny"}
     order |= {"mode": "quality", "steps": 16, "peers": "unused"}
-    ranks = run_workers("worker.py", order, workers=2, rate=LOOPBACK, timeout=120)
+    ranks = run_workers("worker.py", order, workers=2, rate=LOOPBACK, timeout=patient(120))
     return [loss for _, loss in ranks[0]["curve"]]
 
 
@@ -94,6 +94,6 @@ def test_time_to_target_is_the_steps_of_one_run_times_the_pace_of_another(bench)
 
 def test_unknown_contender_is_refused_with_the_known_ones():
     command = [sys.executable, str(BENCH / "peers.py"), "--contenders", "ddp,nobody"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert done.returncode == 2
     assert "--contenders: 'nobody' is unknown; use some of ddp," in done.stderr

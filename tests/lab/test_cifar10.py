@@ -4,27 +4,17 @@ import json
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from palsgd.lab.data import cifar10
+from support.patience import patient
+from support.pictures import write_original
+from support.places import SHARED
 
-ROOT = Path(__file__).parent.parent
-MINI = ROOT.parent / "shared" / "data" / "cifar10-mini"
+MINI = SHARED / "cifar10-mini"
 needs_mini = pytest.mark.skipif(not MINI.exists(), reason="no ../shared/data/cifar10-mini here")
-
-
-def write_original(folder, rows=4):
-    """The original batches in small, as Python 2 pickled them."""
-    rng = np.random.default_rng(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in cifar10._BATCHES:
-        data = rng.integers(0, 256, size=(rows, 3072), dtype=np.uint8)
-        labels = rng.integers(0, 10, size=rows).tolist()
-        (folder / name).write_bytes(pickle.dumps({b"data": data, b"labels": labels}, protocol=2))
 
 
 def test_the_original_batches_are_read_in_order(tmp_path):
@@ -64,7 +54,9 @@ def test_a_corrupt_file_is_named(tmp_path):
 
 def study(*arguments):
     command = [sys.executable, "-m", "palsgd", "sweep", "cifar10-cnn", *arguments, "--simulate"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=patient(200), check=False
+    )
 
 
 @needs_mini

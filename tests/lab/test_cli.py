@@ -8,8 +8,8 @@ import pytest
 import torch
 import yaml
 
-from commands import apart, lines, palsgd, summary
 from palsgd.lab import cli, progress, workloads
+from support.commands import apart, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
 COMMANDS = [each.name or each.callback.__name__ for each in cli.app.registered_commands] + [

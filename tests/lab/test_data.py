@@ -6,7 +6,6 @@ import math
 import urllib.request
 from collections import Counter
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ from palsgd.lab.data.download import fetch, written_whole
 from palsgd.lab.data.grammar import Grammar, Rule, Slot
 from palsgd.lab.data.sharding import batch_indices, random_stream
 from palsgd.lab.data.stories import GRAMMAR
+from support.pictures import write_photographs
+from support.places import SHARED
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 TOKENIZER, STORIES = SHARED / "gpt2-tokenizer", SHARED / "tinystories"
 needs_tokenizer = pytest.mark.skipif(not TOKENIZER.exists(), reason=f"no {TOKENIZER} here")
 needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"no {STORIES} here")
@@ -315,19 +315,6 @@ def test_a_download_reports_progress_and_happens_once(tmp_path):
 
 
 # Photographs
-
-
-def write_photographs(root, sizes=((40, 30),), count=4):
-    image = pytest.importorskip("PIL.Image")
-    rng = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for label in ("cat", "dog"):
-            (root / split / label).mkdir(parents=True)
-            for i in range(count):
-                width, height = sizes[i % len(sizes)]
-                pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-                image.fromarray(pixels).save(root / split / label / f"{i}.png")
-    return root
 
 
 def opened(root, **other):

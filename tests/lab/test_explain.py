@@ -16,7 +16,7 @@ import palsgd
 from palsgd.lab import workloads
 from palsgd.lab.explain import MOST_ROWS, explain, remarks
 from palsgd.lab.factory import build_optimizer
-from palsgd.lab.forecast import EXAMPLES, expected_most, method_of, forecast, parameters_of
+from palsgd.lab.forecast import EXAMPLES, expected_most, forecast, method_of, parameters_of
 from palsgd.lab.settings import METHODS, Settings
 from palsgd.transport import Alone, ambient
 

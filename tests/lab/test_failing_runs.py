@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from commands import apart, palsgd, summary
 from palsgd.lab.summary import compared
+from support.commands import apart, palsgd, summary
 
 SHORT = ("inner=sgd", "steps=24", "workers=2", "sync_every=8", "warmup_steps=4")
 

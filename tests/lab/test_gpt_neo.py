@@ -11,7 +11,7 @@ import palsgd
 from palsgd.lab.models import linear_cross_entropy as module
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.lab.models.linear_cross_entropy import linear_cross_entropy
-from test_vectorized import check
+from support.engines import check
 
 SMALL = dict(vocab=101, positions=300, hidden=32, heads=4, layers=4)
 

@@ -14,7 +14,14 @@ import pytest
 import torch
 import yaml
 
-from commands import (
+from palsgd.lab import run_set, workloads
+from palsgd.lab.report import find_runs, write_report
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.run_set import Options, run_all
+from palsgd.lab.settings import METHODS, Settings
+from palsgd.lab.summary import summarize
+from palsgd.lab.trainer import WARMUP_LINES, Trainer
+from support.commands import (
     apart,
     lines,
     members,
@@ -25,13 +32,8 @@ from commands import (
     summary,
     wait_for,
 )
-from palsgd.lab import run_set, workloads
-from palsgd.lab.report import find_runs, write_report
-from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.run_set import Options, run_all
-from palsgd.lab.settings import METHODS, Settings
-from palsgd.lab.summary import summarize
-from palsgd.lab.trainer import WARMUP_LINES, Trainer
+from support.patience import patient
+from support.places import SHARED
 
 # Of the checkpoints, every 3 rounds, some fall on evaluations and some do not: a resumed run must
 # not notice. The syncs after them are not due for an evaluation, the one at the end excepted.
@@ -448,14 +450,14 @@ def interrupted(folder, real):
     with started(*words) as process:
         wait_for(lambda: saved_step(out / "palsgd") >= 40, process=process)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=patient(30))
         wait_for(lambda: not members(process.pid), process=None, timeout=20)  # workers go with it
     killed_at = saved_step(out / "palsgd")
     report = write_report([out], out / "unfinished.html").read_text()
     with started(*words, "--resume") as process:
         wait_for(lambda: saved_step(out / "palsgd") >= killed_at + 80, process=process)
         os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=patient(30))
         wait_for(lambda: not members(process.pid), process=None, timeout=10)
     stopped_at = saved_step(out / "palsgd")
     _, _, command = stderr.partition("Go on with: palsgd ")
@@ -590,7 +592,6 @@ def test_targets_of_a_sweep_are_those_of_the_same_seed(tmp_path):
 
 # -- recipes -------------------------------------------------------------------------------------
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 FEW = {"workers": 2, "batch_size": 2, "micro_batches": 1, "steps": 4, "sync_every": 2,
        "warmup_steps": 1, "evaluate_every": 4}  # fmt: skip
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands import palsgd, started, summary, wait_for
-from holding import holder
 from palsgd.lab import bench_link
 from palsgd.lab.links import Link, Network, unavailable
 from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
 from palsgd.lab.links.projection import ring_bytes, ring_s
+from support.commands import palsgd, started, summary, wait_for
+from support.holding import holder
+from support.patience import patient
 
 REASON = unavailable()
 emulated = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -80,7 +81,7 @@ ECHO = """
 
 def answers(network: Network, *, count: int, patience: float) -> dict[int, list[float]]:
     """How long each worker but the first waited for its packets to come back, if they did."""
-    done = network.run(script(ECHO.format(count=count, patience=patience)), timeout=60)
+    done = network.run(script(ECHO.format(count=count, patience=patience)), timeout=patient(60))
     return {each.worker: json.loads(each.stdout) for each in done[1:]}
 
 
@@ -192,7 +193,7 @@ def test_an_all_reduce_over_gloo_gives_the_sum_and_sends_what_a_ring_sends():
     """
     with Network(3, Link("1gbit")) as network:
         command = [sys.executable, "-c", textwrap.dedent(code)]
-        network.run(command, timeout=120)
+        network.run(command, timeout=patient(120))
         sent = network.bytes_sent()
     for each in sent:
         assert 1.0 <= each / ring_bytes(1e6, workers=3) < 1.2
@@ -232,7 +233,7 @@ def test_a_server_on_this_machine_is_reached_by_all_workers():
     with Network(2) as network, socket.create_server((network.host_address, 0)) as server:
         threading.Thread(target=greet, args=(server, 2), daemon=True).start()
         port = str(server.getsockname()[1])
-        done = network.run([*script(code), network.host_address, port], timeout=60)
+        done = network.run([*script(code), network.host_address, port], timeout=patient(60))
     assert [each.stdout.strip() for each in done] == ["hello", "hello"]
 
 
@@ -316,7 +317,7 @@ def test_a_signal_that_ends_the_process_leaves_nothing_behind(number):
     with holder() as process:
         workers = workers_of(process.pid)
         os.kill(process.pid, number)
-        process.join(timeout=60)
+        process.join(timeout=patient(60))
         # multiprocessing makes 1 of KeyboardInterrupt
         assert process.exitcode == (1 if number == signal.SIGINT else 128 + number)
         assert namespaces(process.pid) == interfaces(process.pid) == []
@@ -330,7 +331,7 @@ def test_of_a_killed_process_nothing_survives_and_the_next_network_removes_the_n
         lines = [pid for pid in children(process.pid) if pid not in workers]
         assert len(lines) == 2
         process.kill()
-        process.join(timeout=60)
+        process.join(timeout=patient(60))
         wait_for(lambda: not any(map(comm, [*workers, *lines])), process=None, timeout=20)
         with Network(1):
             assert namespaces(process.pid) == []
@@ -422,7 +423,7 @@ def test_ctrl_c_ends_bench_link_with_one_line_and_nothing_behind(tmp_path):
         workers = [name for name in namespaces(process.pid) if not name.endswith("hub")]
         wait_for(lambda: len(pids_of(workers)) >= 2, process=process)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=patient(60))
     assert process.returncode == 130
     assert err == f"palsgd: stopped; what is done is in {tmp_path / 'x'}\n"
     assert namespaces(process.pid) == interfaces(process.pid) == []

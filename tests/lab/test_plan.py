@@ -9,7 +9,6 @@ import yaml
 from torch import nn
 
 import palsgd as library
-from commands import lines, palsgd, summary
 from palsgd.cluster import Cluster, Work
 from palsgd.lab.plan.candidates import (
     SHARE,
@@ -26,6 +25,8 @@ from palsgd.lab.plan.candidates import (
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.paper import PUBLISHED, Published
 from palsgd.lab.plan.scale import cells
+from support.commands import lines, palsgd, summary
+from support.core_access import anchor_of, departure_memory, message_memory, residues_of
 
 TOLD = ("plan", "--step-ms", 50, "--parameters", "8M", "--workers", 4)
 TASK = Task(parameters=8_000_000, steps=10_000)
@@ -126,20 +127,20 @@ def test_more_workers_give_more_gradients_up_to_what_exchanges_allow():
 
 def tensors_of(opt) -> dict[str, int]:
     """Bytes that an optimizer holds after some rounds, from its own tensors."""
-    core = opt._core
     inner = [v for s in opt.inner.state.values() for v in s.values()]
     outer = [v for s in opt.outer.state.values() for v in s.values()]
     held = {
         "model": list(opt.model.parameters()),
         "gradients": [p.grad for p in opt.model.parameters()],
         "inner optimizer": [v for v in inner if isinstance(v, torch.Tensor)],
-        "anchor": [core.anchor.flat],
+        "anchor": [anchor_of(opt)],
         "outer optimizer": [v for v in outer if isinstance(v, torch.Tensor)],
-        "messages": [core._storage],
+        "messages": [message_memory(opt)],
     }
-    if core._departures is not None:
-        held["fragment as it was sent"] = [core._departures]
-    residues = [t for r in core.residues.values() for t in (r.own, r.mean)]
+    departures = departure_memory(opt)
+    if departures is not None:
+        held["fragment as it was sent"] = [departures]
+    residues = [t for r in residues_of(opt).values() for t in (r.own, r.mean)]
     if residues:
         held["compression residues"] = residues
     return {name: sum(t.nbytes for t in found) for name, found in held.items()}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import yaml
 
-import runs
 from palsgd.lab.report import find_runs, terminal_table, write_report, write_tensorboard
 from palsgd.lab.report.ablations import ablations
 from palsgd.lab.report.comparison import Comparison
@@ -21,6 +20,7 @@ from palsgd.lab.report.groups import group
 from palsgd.lab.report.tables import final_table, settings_table, target_table
 from palsgd.lab.report.timelines import bars, shares
 from palsgd.lab.settings import Settings
+from support import runs
 
 
 def write(folder, lines, *, finished=True, config=(), summary=(), **settings):

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-import runs
 from palsgd.lab.report import write_report
+from support import runs
+from support.patience import patient
 
 CHROMIUM = shutil.which("chromium")
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -50,7 +51,7 @@ def open_page(browser, report):
 
     def open_page(path=report, **options):
         context = browser.new_context(**{"viewport": DESKTOP, **options})
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(patient(20_000))
         contexts.append(context)
         page = context.new_page()
         page.route("**/*", watch)

@@ -25,10 +25,9 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.workloads.imagenet_resnet50 import ImageNetResNet50
 from palsgd.lab.workloads.tinystories_gptneo_8m import TinyStoriesGPTNeo8M
 from palsgd.lab.workloads.tinystories_gptneo_125m import TinyStoriesGPTNeo125M
-from test_cifar10 import write_original
-from test_data import write_photographs
+from support.pictures import write_original, write_photographs
+from support.places import SHARED
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 CIFAR = SHARED / "cifar10-mini"
 IMAGENETTE = SHARED / "imagenette" / "imagenette96.tar.xz"
 TEXTS, TOKENIZER = SHARED / "tinystories", SHARED / "gpt2-tokenizer"

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import update_bn
 
 import palsgd
-from problems import batches, mse, net, train, vector
+from support.problems import batches, mse, net, train, vector
 
 H = 4
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import palsgd
 from palsgd.pseudo_async import collapsed
 from palsgd.replica import mix_
-from problems import batches, global_vector, linear, mse, train, vector
-from stepping import LR, RULES, build, flat, plan_of, sgd, take_step
+from support.problems import batches, global_vector, linear, mse, train, vector
+from support.stepping import LR, RULES, build, flat, plan_of, sgd, take_step
 
 # -- clock -----------------------------------------------------------------------------------------
 

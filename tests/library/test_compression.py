@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 import palsgd
 from palsgd.compression import BLOCK, CodedMean, find_codec
-from problems import batches, linear, mse, train, vector
+from support.core_access import layout_size, residues_of
+from support.problems import batches, linear, mse, train, vector
 
 CODECS = ["bf16", "int8", "int4", "topk:0.05"]
 
@@ -117,7 +118,7 @@ def train_job(method="DiLoCo", steps=40, wide=False, bucket_mb=128.0, **kw):
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     opt = kind(model, inner, sync_every=5, bucket_mb=bucket_mb, **kw)
     train(model, opt, batches(dtype=next(model.parameters()).dtype), steps)
-    return vector(model), opt.ledger.as_dict(), opt._core.replica.layout.size
+    return vector(model), opt.ledger.as_dict(), layout_size(opt)
 
 
 def wide_net():
@@ -217,7 +218,7 @@ def interrupted_job(fail_at):
                 opt.run_until(20)
         except KeyboardInterrupt:
             failed = 1
-    return vector(model), {k: r.own.numpy() for k, r in opt._core.residues.items()}
+    return vector(model), {k: r.own.numpy() for k, r in residues_of(opt).items()}
 
 
 def test_a_sync_that_is_done_again_forgets_what_its_first_try_left(world):

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palsgd import round_plan
+from support.places import GOLDEN
 
 KINDS = ("balanced", "independent", "shared")
 ROUNDS = 4000
-GOLDEN = Path(__file__).parent / "golden" / "plans.json"
+PLANS = GOLDEN / "plans.json"
 
 
 def plan(**changes):
@@ -231,10 +231,10 @@ def test_plans_are_those_of_the_golden_file():
         for case in golden_cases()
     ]
     if os.environ.get("PALSGD_REWRITE_GOLDEN"):
-        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.mkdir(exist_ok=True)
         lines = ",\n".join(json.dumps(case) for case in found)
-        GOLDEN.write_text(f"[\n{lines}\n]\n")
-    assert found == json.loads(GOLDEN.read_text())
+        PLANS.write_text(f"[\n{lines}\n]\n")
+    assert found == json.loads(PLANS.read_text())
 
 
 # -- bad arguments -----------------------------------------------------------------------------

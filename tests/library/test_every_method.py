@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
 from palsgd.replica import mix_
-from problems import batches, global_vector, linear, mse, net, train, vector
+from support.core_access import anchor_of
+from support.problems import batches, global_vector, linear, mse, net, train, vector
 
 H, STEPS = 4, 18  # four rounds and half of one
 
@@ -213,7 +214,7 @@ def bf16_job(name):
     before = loss()
     train(model, opt, data, steps=50)
     kinds = {p.dtype for p in model.parameters()}
-    anchor = None if opt.outer is None else opt._core.anchor.flat.dtype
+    anchor = None if opt.outer is None else anchor_of(opt).dtype
     return before, loss(), vector(model), kinds, anchor
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 import palsgd
-from problems import batches, linear, mse, net, train
-from test_algorithm import RULES, expected
+from support.cases import RULES, expected
+from support.problems import batches, linear, mse, net, train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import palsgd
-from problems import batches, global_vector, linear, mse, net, train, vector
-from stepping import LR, RULES, build, flat, mean_of, plan_of, sgd, take_step
+from support.problems import batches, global_vector, linear, mse, net, train, vector
+from support.stepping import LR, RULES, build, flat, mean_of, plan_of, sgd, take_step
 
 
 def ddp_job(steps, wrapped, make_inner):

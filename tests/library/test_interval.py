@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import palsgd
 from palsgd.interval import Auto, Costs
-from problems import batches, linear, mse, vector
+from support.core_access import round_origin
+from support.problems import batches, linear, mse, vector
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def auto_job(sync_seconds, sleep=0.004, resume=False, **rules):
             return (
                 opt.method.sync_every,
                 twin.method.sync_every,
-                twin._core.origin,
-                opt._core.origin,
+                round_origin(twin),
+                round_origin(opt),
             )
     return (
         opt.ledger.interval,

@@ -9,7 +9,7 @@ from torch import nn
 
 import palsgd
 from palsgd.joined import Joined
-from problems import batches, mse, vector
+from support.problems import batches, mse, vector
 
 RULES = dict(sync_every=4, mix_prob=0.3, mix_rate=1.0, outer=palsgd.nesterov(lr=0.5))
 

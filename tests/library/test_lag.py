@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 import palsgd
-import reference
-from problems import (
+from support import reference
+from support.core_access import anchor_of, pending_sync
+from support.patience import patient
+from support.problems import (
     batches,
     global_vector,
     linear,
@@ -143,7 +145,7 @@ def held_up_job(folder, **rules):
     for batch in palsgd.until(batches(), opt, steps=12):
         mse(model, batch).backward()
         if late and opt.clock == 5:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + patient(10)
             while not there.exists():
                 if time.monotonic() > deadline:
                     raise TimeoutError("worker 0 waits")
@@ -229,7 +231,7 @@ def resumed_job(at, steps, **rules):
     go(model, opt, at, data)
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, saved)
-    in_flight = opt._core.flight is not None
+    in_flight = pending_sync(opt)
     go(model, opt, steps, data[at:])
     again, other = fresh()
     saved.seek(0)
@@ -316,7 +318,7 @@ def low_precision_job():
     model = net(dtype=torch.bfloat16)
     opt = palsgd.DiLoCo(model, momentum_sgd(model), sync_every=6, delay=3, fragments=2)
     train(model, opt, batches(dtype=torch.bfloat16), 30)
-    return vector(model), opt._core.anchor.flat.dtype, float(model[1].num_batches_tracked)
+    return vector(model), anchor_of(opt).dtype, float(model[1].num_batches_tracked)
 
 
 def test_a_low_precision_model_lags_behind_an_anchor_of_full_precision(world):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import palsgd
-from problems import batches, global_vector, linear, mse, train, vector
-from stepping import LR, RULES, build, flat, plan_of, take_step
+from support.problems import batches, global_vector, linear, mse, train, vector
+from support.stepping import LR, RULES, build, flat, plan_of, take_step
 
 # -- ledger ----------------------------------------------------------------------------------------
 

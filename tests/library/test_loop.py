@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import palsgd
-from problems import batches, global_vector, linear, mse, train, vector
-from stepping import build, sgd, take_step
+from support.problems import batches, global_vector, linear, mse, train, vector
+from support.stepping import build, sgd, take_step
 
 # -- the end of training ---------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import palsgd
-from problems import batches, mse
+from support.core_access import anchor_of
+from support.problems import batches, mse
 
 WARMUP, H = 3, 4
 STEPS = WARMUP + 3 * H + 1  # the last round is cut short
@@ -264,7 +265,7 @@ def fail_on(rank, what, style, policy="raise"):
     def trouble():
         if opt.clock == 2 * H - 1 and dist.get_rank() == rank:
             if what == "anchor":
-                opt._core.anchor.flat[1] += 1e-9
+                anchor_of(opt)[1] += 1e-9
             else:
                 model[0].weight.grad.to_local()[0, 0] = torch.nan
 
@@ -374,7 +375,7 @@ def fingerprint(model, opt):
         weights=vector(model),
         inner=states(opt.inner),
         outer=states(opt.outer),
-        anchor=opt._core.anchor.flat.numpy().copy(),
+        anchor=anchor_of(opt).numpy().copy(),
         clock=(opt.clock, opt.gradient_steps, opt.rounds),
     )
 

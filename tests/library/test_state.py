@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
 from palsgd.replica import unwrapped
-from problems import batches, linear, mse, net, train, vector
+from support.core_access import anchor_of, anchor_views, global_buffers
+from support.problems import batches, linear, mse, net, train, vector
 
 WARMUP, H = 3, 5
 STEPS = WARMUP + 3 * H + 2  # the last round is cut short
@@ -75,10 +76,10 @@ def fingerprint(model, opt, counts=True):
     found = dict(
         weights=vector(model),
         buffers=[b.double().numpy().copy() for b in unwrapped(model).buffers()],
-        kept_buffers=[b.double().numpy().copy() for b in opt._core.buffers._global],
+        kept_buffers=[b.double().numpy().copy() for b in global_buffers(opt)],
         inner=state_tensors(opt.inner),
         outer=state_tensors(opt.outer),
-        anchor=opt._core.anchor.flat.numpy().copy(),
+        anchor=anchor_of(opt).numpy().copy(),
         rates=[group["lr"] for group in opt.param_groups],
         clock=(opt.clock, opt.gradient_steps, opt.rounds, opt.synced),
     )
@@ -140,7 +141,7 @@ def test_a_state_is_a_snapshot_that_training_on_does_not_change():
         )
     assert any(
         not torch.equal(state["anchor"][name], view)
-        for name, view in zip(names, opt._core.anchor.views, strict=True)
+        for name, view in zip(names, anchor_views(opt), strict=True)
     )
 
 

@@ -17,8 +17,10 @@ from torch import nn
 import palsgd
 from palsgd.process_group import ProcessGroupTransport
 from palsgd.replica import Anchor, Replica
-from problems import batches, linear, mse, net, train, vector
-from world import World
+from support.core_access import anchor_of, anchor_views, local_tensors, outer_state
+from support.patience import patient
+from support.problems import batches, linear, mse, net, train, vector
+from support.world import World
 
 H = 4
 WEIGHTS = 73  # elements of problems.net
@@ -63,14 +65,9 @@ def to_the_eve_of_a_sync(model, opt, data, rounds=1):
     backward(model, opt, data)
 
 
-def flat_outer(opt):
-    state = opt._core.outer.state
-    return torch.cat([v.reshape(-1) for p in opt._core.anchor.params for v in state[p].values()])
-
-
 def watched_step(model, opt, seen):
     """Take a step that must fail; what was raised, and what the failure changed."""
-    anchor, outer = opt._core.anchor.flat.clone(), flat_outer(opt).clone()
+    anchor, outer = anchor_of(opt).clone(), outer_state(opt).clone()
     buffers = [b.clone() for b in model.buffers()]
     try:
         opt.step()
@@ -78,13 +75,13 @@ def watched_step(model, opt, seen):
         return dict(
             error=type(error).__name__,
             message=str(error),
-            anchor_kept=torch.equal(anchor, opt._core.anchor.flat),
-            outer_kept=torch.equal(outer, flat_outer(opt)),
+            anchor_kept=torch.equal(anchor, anchor_of(opt)),
+            outer_kept=torch.equal(outer, outer_state(opt)),
             buffers_kept=all(map(torch.equal, buffers, model.buffers())),
             model_kept=np.array_equal(seen["model"], vector(model), equal_nan=True),
             model_is_anchor=all(
                 torch.equal(x, a)
-                for x, a in zip(opt._core.replica.local(), opt._core.anchor.views, strict=True)
+                for x, a in zip(local_tensors(opt), anchor_views(opt), strict=True)
             ),
             finite=bool(np.isfinite(vector(model)).all()),
         )
@@ -132,7 +129,7 @@ def corrupt_anchor(odd, bucket_mb):
     opt = palsgd.DiLoCo(model, adamw(model), sync_every=H, transport=transport, bucket_mb=bucket_mb)
     to_the_eve_of_a_sync(model, opt, batches(dtype=torch.float32))
     if dist.get_rank() == odd:
-        opt._core.anchor.flat[5] += 1e-6
+        anchor_of(opt)[5] += 1e-6
     calls = transport.calls
     return watched_step(model, opt, seen) | dict(messages=transport.calls - calls)
 
@@ -185,7 +182,7 @@ class Vector(nn.Module):
         self.values = nn.Parameter(values)
 
 
-def anchor_of(values, dtype):
+def anchor_with(values, dtype):
     model = Vector(torch.tensor(values, dtype=dtype))
     anchor = Anchor(Replica(model, torch.optim.SGD(model.parameters(), lr=1.0)))
     with torch.no_grad():
@@ -206,9 +203,9 @@ def test_the_digest_changes_with_any_single_element(data, dtype):
     old, new = (np.array(v, np.float64 if dtype == torch.float64 else np.float32).tobytes()
                 for v in (values[place], other))  # fmt: skip
     assume(old != new)
-    anchor = anchor_of(values, dtype)
+    anchor = anchor_with(values, dtype)
     before = anchor.digest()
-    assert anchor_of(values, dtype).digest() == before
+    assert anchor_with(values, dtype).digest() == before
     anchor.flat[place] = other
     assert anchor.digest() != before
     assert 0 <= anchor.digest() < 2**32
@@ -217,7 +214,7 @@ def test_the_digest_changes_with_any_single_element(data, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 2, 3, 64, 65])
 def test_the_digest_sees_the_last_bit_of_every_element(length, dtype):
-    anchor = anchor_of(torch.linspace(-1, 1, length).tolist(), dtype)
+    anchor = anchor_with(torch.linspace(-1, 1, length).tolist(), dtype)
     before = anchor.digest()
     for i in range(length):
         value = anchor.flat[i].clone()
@@ -390,11 +387,11 @@ def check_lost(got, within):
     assert got["outer_kept"]
     assert got["buffers_kept"]
     assert got["model_kept"]
-    assert got["seconds"] < within
+    assert got["seconds"] < patient(within)
 
 
 def test_a_worker_that_closes_its_group_is_missed_at_once(world):
-    check_lost(world.run(leave, workers=2, how="close", patience=40)[0], within=20)
+    check_lost(world.run(leave, workers=2, how="close", patience=patient(40))[0], within=20)
 
 
 def test_a_worker_that_never_comes_is_missed_after_the_timeout(world):
@@ -404,7 +401,7 @@ def test_a_worker_that_never_comes_is_missed_after_the_timeout(world):
 def test_a_worker_whose_process_ends_is_missed_at_once():
     own = World()  # one of its processes is lost
     try:
-        first, second = own.outcomes(leave, workers=2, how="exit", patience=40)
+        first, second = own.outcomes(leave, workers=2, how="exit", patience=patient(40))
     finally:
         own.close()
     assert second.error == "Exit"
@@ -526,7 +523,7 @@ class Meeting:
     """Threads of one process as workers."""
 
     def __init__(self, workers):
-        self._barrier = threading.Barrier(workers, timeout=20)
+        self._barrier = threading.Barrier(workers, timeout=patient(20))
         self._brought = [None] * workers
 
     def transport(self, worker):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import palsgd
-from problems import batches, global_vector, linear, mse, net, train, vector
-from stepping import build, mean_of, sgd, take_step
+from support.problems import batches, global_vector, linear, mse, net, train, vector
+from support.stepping import build, mean_of, sgd, take_step
 
 
 def bare_ddp(model, data, **wrap):

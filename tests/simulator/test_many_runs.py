@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import palsgd
-from problems import batches, linear, mse, net, vector
-from test_vectorized import check
+from support.engines import check
+from support.problems import batches, linear, mse, net, vector
 
 
 def palsgd_with(model, *, lr=0.05, outer_lr=0.5, momentum=0.9, **settings):

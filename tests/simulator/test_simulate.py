@@ -10,18 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import palsgd
-from problems import batches, linear, mse, net, vector
+from support.engines import METHODS
+from support.problems import batches, linear, mse, net, vector
 
-RULES = dict(sync_every=5, warmup_steps=4)
-MIXING = dict(mix_prob=0.3, mix_rate=2.0, seed=11)
-METHODS = {
-    "ddp": palsgd.DDP,
-    "localsgd": partial(palsgd.LocalSGD, **RULES),
-    "diloco": partial(palsgd.DiLoCo, outer=palsgd.nesterov(lr=0.5), **RULES),
-    "balanced": partial(palsgd.PALSGD, draws="balanced", **MIXING, **RULES),
-    "independent": partial(palsgd.PALSGD, draws="independent", **MIXING, **RULES),
-    "shared": partial(palsgd.PALSGD, draws="shared", **MIXING, **RULES),
-}
 STEPS = 27  # a last round cut short
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import palsgd
-from problems import batches, linear, mse, net, vector
-from test_simulate import METHODS
+from support.engines import METHODS, check
+from support.problems import batches, linear, mse, net, vector
 
 INNER = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
@@ -37,23 +37,6 @@ def both(model, method, inner="adamw", *, workers=3, steps=47, data=batches, los
         )
         for vectorize in (True, False)
     ]  # fmt: skip
-
-
-def check(fast, exact, rtol=1e-9, atol=1e-11):
-    assert (fast.engine, exact.engine) == ("vectorized", "exact")
-    np.testing.assert_allclose(vector(fast.model), vector(exact.model), rtol=rtol, atol=atol)
-    for a, b in zip(fast.model.buffers(), exact.model.buffers(), strict=True):
-        np.testing.assert_allclose(a.double(), b.double(), rtol=rtol, atol=atol)
-    counts = ("gradient_steps", "warmup_steps", "mixing_steps", "syncs", "messages", "bytes_sent")
-    for mine, theirs in zip(fast.ledgers, exact.ledgers, strict=True):
-        for name in counts:
-            assert getattr(mine, name) == getattr(theirs, name), name
-        assert (mine.beta_min, mine.beta_max) == (theirs.beta_min, theirs.beta_max)
-    for mine, theirs in zip(fast.history, exact.history, strict=True):
-        assert mine["clock"] == theirs["clock"]
-        assert mine["bytes_sent"] == theirs["bytes_sent"]
-        for key in ("losses", "distance"):
-            np.testing.assert_allclose(mine[key], theirs[key], rtol=rtol * 100, atol=atol * 100)
 
 
 @pytest.mark.parametrize("inner", INNER)

@@ -13,8 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 from palsgd.lab import cli
-
-SOURCE = str(Path(__file__).parent.parent / "src")
+from support.patience import patient
+from support.places import SOURCE
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def palsgd(*words) -> Said:
 
 def environment(**more: str) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
-    path = os.pathsep.join(part for part in (SOURCE, os.environ.get("PYTHONPATH")) if part)
+    path = os.pathsep.join(part for part in (str(SOURCE), os.environ.get("PYTHONPATH")) if part)
     return found | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | more
 
 
@@ -62,12 +62,12 @@ def started(*words, module: str = "palsgd", before: tuple[str, ...] = ()):
     finally:
         if members(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=patient(30))
 
 
 def apart(*words, timeout: float = 120, **how) -> Said:
     with started(*words, **how) as process:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=patient(timeout))
     return Said(process.returncode, out, err)
 
 
@@ -86,7 +86,7 @@ def members(group: int) -> list[int]:
 
 def wait_for(condition, *, process, timeout: float = 90) -> None:
     """Until `condition()` holds; the process must not end before."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patient(timeout)
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "waited too long"

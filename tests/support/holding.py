@@ -5,6 +5,7 @@ import multiprocessing
 from contextlib import contextmanager
 
 from palsgd.lab.links import Link, Network
+from support.patience import patient
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["palsgd.lab.links"])
@@ -18,12 +19,12 @@ def holder():
     process.start()
     theirs.close()
     try:
-        assert ours.poll(60), "no network within a minute"
+        assert ours.poll(patient(60)), "no network in time"
         assert ours.recv() == "up"
         yield process
     finally:
         process.kill()
-        process.join(timeout=30)
+        process.join(timeout=patient(30))
 
 
 def _hold(pipe) -> None:

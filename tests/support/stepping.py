@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import palsgd
-from problems import linear, mse
+from support.problems import linear, mse
 
 LR = 0.05
 RULES = dict(sync_every=6, mix_prob=0.3, mix_rate=2.0, seed=11)

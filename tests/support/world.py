@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from support.patience import patient
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -44,21 +46,22 @@ class World:
     def outcomes(
         self, job: Callable[..., Any], *, workers: int, timeout: float = 60, **kwargs: Any
     ) -> list[Outcome]:
-        """Like `run`, with exceptions returned instead of raised."""
+        """Like `run`, with exceptions returned instead of raised. The limit is for patience 1."""
+        timeout = patient(timeout)
         while len(self._workers) < workers:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(workers):
                 call = (job, kwargs, rank, workers, f"{folder}/store", timeout)
                 self._workers[rank][1].send_bytes(pickle.dumps(call))
-            deadline = time.monotonic() + timeout + 60
+            deadline = time.monotonic() + timeout + patient(60)
             pipes = [pipe for _, pipe in self._workers[:workers]]
             return [self._collect(pipe, deadline) for pipe in pipes]
 
     def close(self) -> None:
         for process, pipe in self._workers:
             pipe.close()
-            process.join(timeout=10)
+            process.join(timeout=patient(10))
             if process.is_alive():
                 process.kill()
         self._workers = []

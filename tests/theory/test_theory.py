@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import palsgd
-from commands import palsgd as command
-from commands import strict_json
 from palsgd.draws import _uniforms
 from palsgd.theory import (
     Bent,
@@ -21,16 +19,18 @@ from palsgd.theory import (
     Quadratic,
     RandomSource,
     Setting,
+    bound_terms,
     explicit_bound,
     run,
     spectrum,
-    bound_terms,
 )
 from palsgd.theory.algorithm import WeightedMean, plans
 from palsgd.theory.fits import Measured, power_law, quantile
 from palsgd.theory.lemmas import ALGORITHM, DEFINED, STATED, Trajectory, all_checks, judge, lemma2
 from palsgd.theory.studies import StudyContext
 from palsgd.theory.theorem import theorem_setting
+from support.commands import palsgd as command
+from support.commands import strict_json
 
 DRAWS = ("independent", "balanced", "shared")
 PROBLEMS = {
@@ -449,7 +449,7 @@ def test_scattered_workers_drift_on_a_bent_problem_and_not_on_a_quadratic():
 
 def test_without_noise_the_studies_of_noise_say_so():
     context = small_context(Noiseless.like(Quadratic.of(torch.ones(2), sigma=1.0)))
-    for study in (bound_terms.speed_up(context), terms.by_steps(context)):
+    for study in (bound_terms.speed_up(context), bound_terms.by_steps(context)):
         assert not study.lines
         assert "sigma = 0" in study.notes[0]
 
