@@ -77,7 +77,10 @@ def test_recipes_lists_all_recipes_and_grids():
         ("train digitz", "recipe 'digitz' is unknown; did you mean 'digits'?"),
         ("compare storys", "did you mean 'stories'?"),
         ("train digits workload=digitz --simulate", "did you mean 'digits'?"),
-        ("train digits --method palsdg", "method='palsdg' is unknown; use one of ddp, localsgd"),
+        (
+            "train digits --method palsdg",
+            "method='palsdg' is unknown; use one of 'ddp', 'localsgd'",
+        ),
         ("compare digits --methods ddp,palsdg", "method='palsdg' is unknown"),
         ("train digits stepz=3", "there is no setting 'stepz'; did you mean 'steps'?"),
         ("sweep digits sync_evry=3,4", "there is no setting 'sync_evry'; did you mean"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from palsgd.cluster.gradient_counts import Counts, Drawn
+from palsgd.cluster.network import ring_bytes
 from palsgd.cluster.work import Work
 
 if TYPE_CHECKING:
@@ -183,8 +184,7 @@ class TimeSimulation:
         self.projection.times.append(float(self.at.max()))
 
     def _count_bytes(self, size: float) -> None:
-        K = self.cluster.workers
-        self.projection.bytes_sent += 2 * (K - 1) / K * size
+        self.projection.bytes_sent += ring_bytes(self.cluster.workers, size)
 
     def _note(self, kind: str, starts: np.ndarray, ends: np.ndarray) -> None:
         for worker in self._watched:

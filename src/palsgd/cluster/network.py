@@ -68,11 +68,24 @@ class Network:
 
 def ring(network: Network, size: float) -> float:
     """2(K-1) steps, each of which moves a K-th of the data: bandwidth-optimal."""
-    return _ring(network.workers, size, *network.weakest)
+    return ring_seconds(network.workers, size, *network.weakest)
 
 
-def _ring(members: int, size: float, rate: float, latency: float) -> float:
-    return 2 * (members - 1) * (8 * size / members / rate + latency)
+def ring_hops(workers: int) -> int:
+    """K - 1 until every part is summed somewhere, and K - 1 more until it is known everywhere."""
+    return 2 * (workers - 1)
+
+
+def ring_bytes(workers: int, size: float) -> float:
+    """What each worker sends for an all-reduce of `size` bytes: a K-th in every hop."""
+    return ring_hops(workers) / workers * size
+
+
+def ring_seconds(
+    workers: int, size: float, rate: float, latency: float, messages: float = 1
+) -> float:
+    """Of `messages` ring all-reduces of `size` bytes in all; each pays the latency of every hop."""
+    return 8 * ring_bytes(workers, size) / rate + messages * ring_hops(workers) * latency
 
 
 def tree(network: Network, size: float) -> float:
@@ -86,8 +99,8 @@ def two_level(network: Network, size: float) -> float:
     """Reduce-scatter inside a node, a ring between the nodes (all parts at once, over the node's
     one outer link), all-gather inside."""
     inside = min(network.workers, network.per_node)
-    between = _ring(network.nodes, size, network.rate, network.latency)
-    return _ring(inside, size, network.node_rate, network.node_latency) + between
+    between = ring_seconds(network.nodes, size, network.rate, network.latency)
+    return ring_seconds(inside, size, network.node_rate, network.node_latency) + between
 
 
 def gloo(network: Network, size: float) -> float:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palsgd import units
+from palsgd.cluster.network import ring_bytes
 from palsgd.lab.links import Finished, Link, Network, unavailable
+from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.lab.links.processes import run_on_loopback
-from palsgd.lab.links.projection import ring_bytes, ring_s
 from palsgd.lab.report import formats
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.run_set import Options, check_device, check_mixing, finish
@@ -153,7 +154,7 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
             "bytes": ring["bytes"],
             "seconds": statistics.median(ring["seconds"]),
             "repeats": len(ring["seconds"]),
-            "theory_s": ring_s(ring["bytes"], each),
+            "theory_s": modelled_ring_seconds(each, ring["bytes"]),
         },
         "methods": records,
     }
@@ -169,8 +170,8 @@ def figures(name: str, run: Record, links: list[Link]) -> Record:
         computing = run["gradient_s"] * gradients / (gradients - 1) + run["mixing_s"]
     exchanging = max(0.0, run["wall_s"] - computing)
     messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
-    projected = computing + ring_s(run["bytes_sent"], links, messages)
-    on_the_ring = ring_bytes(run["bytes_sent"], len(links))
+    projected = computing + modelled_ring_seconds(links, run["bytes_sent"], messages)
+    on_the_ring = ring_bytes(len(links), run["bytes_sent"])
     return run | {
         "step_s": run["wall_s"] / run["steps"],
         "communicating": exchanging / run["wall_s"],

@@ -1,9 +1,12 @@
 """What one worker's access link is like, and how the kernel is told."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from palsgd import units
+from palsgd.cluster import network
 
 _FRAME = 1514  # bytes of a full Ethernet frame, as the kernel's shaper counts them
 
@@ -66,3 +69,12 @@ def _bits_per_second(rate: str) -> float:
             "for no limit"
         )
     return value
+
+
+def modelled_ring_seconds(links: Sequence[Link], size: float, messages: float = 1) -> float:
+    """What `messages` all-reduces of `size` bytes in all take on a ring over these links, by the
+    cluster's model. The slowest link sets the pace, and each hop has the delay of whoever sends.
+    Headers, lost packets and TCP's slow start are left out."""
+    rate = min(link.bits_per_second for link in links)
+    delay_s = fmean(link.delay_ms for link in links) / 1e3
+    return network.ring_seconds(len(links), size, rate, delay_s, messages)
