@@ -2,11 +2,12 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from palsgd.lab.atomic import PART, atomic_path, atomic_write
 
 SCHEMA = 1
 _FILES = (
@@ -29,7 +30,7 @@ class RunFolder:
         return path.read_text().strip() if path.exists() else None
 
     def write_failure(self, reason: object) -> None:
-        write_text(self.path / "failed.txt", f"{reason}\n")
+        atomic_write(self.path / "failed.txt", f"{reason}\n")
 
     @property
     def checkpoints(self) -> Path:
@@ -39,7 +40,7 @@ class RunFolder:
         import yaml
 
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text(
+        atomic_write(
             self.path / "config.yaml", yaml.safe_dump({"schema": SCHEMA, **config}, sort_keys=False)
         )
 
@@ -66,10 +67,17 @@ class RunFolder:
     def keep_lines(self, until_step: int) -> list[dict[str, Any]]:
         """Drop what was written after a checkpoint that is now gone on from."""
         kept = [line for line in self.lines() if line["step"] <= until_step]
-        write_text(
+        atomic_write(
             self.path / "metrics.jsonl", "".join(json.dumps(plain(line)) + "\n" for line in kept)
         )
         return kept
+
+    def write_best(self, best: Mapping[str, Any]) -> None:
+        """The model with the best metric so far, with that metric and its step."""
+        import torch
+
+        with atomic_path(self.path / "best.pt") as part:
+            torch.save(dict(best), part)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)
@@ -77,19 +85,13 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what a run wrote, and nothing else."""
         for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
+            for path in (self.path / name, *self.path.glob(f"{name}.*.{PART}")):
+                path.unlink(missing_ok=True)
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(plain(value), indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """All or nothing: a full disk or a kill leaves the old file."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)
+    atomic_write(path, json.dumps(plain(value), indent=2) + "\n")
 
 
 def plain(value: Any) -> Any:

@@ -84,7 +84,7 @@ class SimulatedRun:
             return
         best = self._best["metric"]
         step = next((x["step"] for x in lines if x.get("metric") == best), 0)
-        torch.save({"step": step, **self._best}, self.folder.path / "best.pt")
+        self.folder.write_best({"step": step, **self._best})
         self.folder.write_summary(summarize(config, lines, {}))  # last: the run is finished
 
     def _first(self) -> dict[str, Any]:

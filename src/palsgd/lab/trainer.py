@@ -229,10 +229,9 @@ class Trainer:
         if self._best is None or sign * metric > sign * self._best:
             self._best = metric
             with self.opt.anchor_weights():
-                beside = self.folder.path / "best.pt.new"
-                torch.save({"step": self.opt.clock, "metric": metric,
-                            "model": self.net.state_dict()}, beside)  # fmt: skip
-            os.replace(beside, self.folder.path / "best.pt")
+                self.folder.write_best(
+                    {"step": self.opt.clock, "metric": metric, "model": self.net.state_dict()}
+                )
 
     def _config(self) -> dict[str, Any]:
         return run_config(

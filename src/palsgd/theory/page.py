@@ -4,6 +4,7 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
+from palsgd.lab.atomic import atomic_write
 from palsgd.lab.run_folder import write_json
 from palsgd.theory.lemmas import FAILS
 from palsgd.theory.results import Results
@@ -84,7 +85,7 @@ def write_results(results: Results, folder: Path) -> Path:
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     write_json(folder / "theory.json", results.document())
     page = folder / "theory.html"
-    page.write_text(_html(results, folder / "figures"), encoding="utf-8")
+    atomic_write(page, _html(results, folder / "figures"))
     return page
 
 

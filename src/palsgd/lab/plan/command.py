@@ -10,6 +10,7 @@ from rich.text import Text
 from palsgd import units
 from palsgd.checks import check_int, check_mix_prob, check_number
 from palsgd.cluster import Cluster
+from palsgd.lab.atomic import atomic_write
 from palsgd.lab.plan.candidates import Choice, Task, best_of, break_even, choices, with_workers
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.text import (
@@ -112,18 +113,13 @@ def _write(
     shown = [base, plain] + [best] * (best is not base and best is not plain)
     draw_plan(cluster, task, shown, even, out)
     held = memory(best.work, inner=task.inner, workers=cluster.workers)
-    (out / "plan.json").write_text(
-        json.dumps(
-            {
-                "cluster": vars(cluster),
-                "task": vars(task),
-                "choices": [record(choice, base) for choice in found],
-                "chosen": found.index(best),
-                "break_even_bits_per_s": even,
-                "memory_bytes": held,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    document = {
+        "cluster": vars(cluster),
+        "task": vars(task),
+        "choices": [record(choice, base) for choice in found],
+        "chosen": found.index(best),
+        "break_even_bits_per_s": even,
+        "memory_bytes": held,
+    }
+    atomic_write(out / "plan.json", json.dumps(document, indent=1) + "\n")
     return out / "plan.png"

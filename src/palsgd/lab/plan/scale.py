@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster, Work
+from palsgd.lab.atomic import atomic_write
 from palsgd.lab.plan.text import rate_words
 from palsgd.lab.report.canvas import drawing_style, publish
 from palsgd.lab.report.styles import THEME
@@ -92,7 +93,7 @@ def scale_parts(folder: Path) -> Iterator[Table | Text]:
     folder.mkdir(parents=True, exist_ok=True)
     draw(found, folder)
     records: list[dict[str, Any]] = [vars(cell) | {"faster": cell.faster} for cell in found]
-    (folder / "scale.json").write_text(json.dumps(records, indent=1) + "\n")
+    atomic_write(folder / "scale.json", json.dumps(records, indent=1) + "\n")
     yield Text("DDP's time over PALSGD's, at equal gradients", style="bold")
     for model in MODELS:
         yield _table(model, found)

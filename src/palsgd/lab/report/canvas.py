@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from palsgd.lab.atomic import atomic_path, atomic_write
 from palsgd.lab.report import formats
 from palsgd.lab.report.styles import THEME
 
@@ -100,8 +101,9 @@ def publish(
         legend.set_visible(True)
     if folder is not None:
         save: dict[str, Any] = dict(bbox_inches="tight", pad_inches=0.08, facecolor="white")
-        (folder / f"{name}.svg").write_text(_svg(figure, name, **save), encoding="utf-8")
-        figure.savefig(folder / f"{name}.png", dpi=200, **save)
+        atomic_write(folder / f"{name}.svg", _svg(figure, name, **save))
+        with atomic_path(folder / f"{name}.png") as part:
+            figure.savefig(part, format="png", dpi=200, **save)
     return plot
 
 

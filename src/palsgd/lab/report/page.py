@@ -4,6 +4,7 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
+from palsgd.lab.atomic import atomic_write
 from palsgd.lab.report.reading import Run, find_runs
 
 
@@ -12,8 +13,9 @@ def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Pat
     runs = find_runs(folders)
     out = Path(out)
     beside = out.parent / "figures" if figures else None
-    (beside or out.parent).mkdir(parents=True, exist_ok=True)
-    out.write_text(_page(runs, beside), encoding="utf-8")
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, _page(runs, beside))
     return out
 
 
