@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -122,10 +121,7 @@ def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -
     folders = {name: folder for name, folder in folders.items() if name not in failed}
     if not folders:
         raise FailedRunsError(failed)
-    records = {
-        name: json.loads((folder.path / "summary.json").read_text())
-        for name, folder in folders.items()
-    }
+    records = {name: _record(folder) for name, folder in folders.items()}
     better = {name: folder.config()["higher_is_better"] for name, folder in folders.items()}
     lines = {name: folder.lines() for name, folder in folders.items()}
     settings = {name: runs[name].as_dict() for name in folders}
@@ -139,6 +135,13 @@ def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -
     write_json(out / "summary.json", found)
     if failed:
         raise FailedRunsError(failed)
+    return found
+
+
+def _record(folder: RunFolder) -> dict[str, Any]:
+    found = folder.summary()
+    if found is None:
+        raise RuntimeError(f"{folder.path} has no summary.json; go on with the run by --resume")
     return found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from palsgd.lab.report.curves import Curve
 from palsgd.lab.report.groups import Group, differing, label, settings_of, shown, sortable
-from palsgd.lab.report.reading import Run
+from palsgd.lab.run_folder import Run
 
 
 @dataclass(frozen=True)

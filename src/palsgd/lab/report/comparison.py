@@ -6,7 +6,7 @@ from statistics import variance
 
 from palsgd.lab.report.formats import mean
 from palsgd.lab.report.groups import Group
-from palsgd.lab.report.reading import Line, Run
+from palsgd.lab.run_folder import Line, Run
 
 COSTS = ("time_s", "step", "gradient_steps", "bytes_sent")
 

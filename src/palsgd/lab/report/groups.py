@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from palsgd.lab.report.reading import Run
+from palsgd.lab.run_folder import Run
 
 SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 

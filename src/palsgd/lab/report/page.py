@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 from palsgd.lab.atomic import atomic_write
-from palsgd.lab.report.reading import Run, find_runs
+from palsgd.lab.run_folder import Run, find_runs
 
 
 def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Path:

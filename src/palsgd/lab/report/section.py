@@ -24,7 +24,6 @@ from palsgd.lab.report.figures import (
     draw_timeline,
 )
 from palsgd.lab.report.groups import Group, group, named, shown, sortable
-from palsgd.lab.report.reading import Run, read_timeline
 from palsgd.lab.report.styles import LineStyle, line_styles
 from palsgd.lab.report.tables import (
     Table,
@@ -34,6 +33,7 @@ from palsgd.lab.report.tables import (
     target_table,
 )
 from palsgd.lab.report.timelines import KINDS, bars, shares
+from palsgd.lab.run_folder import Run
 
 _POINTS = 300  # of a curve; less where there are many
 _TIMELINES = 8
@@ -249,7 +249,7 @@ class Section:
     def _timelines(self) -> Iterable[Panel]:
         """Of the first run of each group that recorded one."""
         for number, each in enumerate(self.groups[:_TIMELINES]):
-            spans = next((spans for run in each.runs if (spans := read_timeline(run))), None)
+            spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
             if spans is None:
                 continue
             workers = bars(spans)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from palsgd.lab.report.curves import QUANTITIES
 from palsgd.lab.report.groups import Group, group
-from palsgd.lab.report.reading import Run, find_runs
+from palsgd.lab.run_folder import Run, find_runs
 
 _TAGS = {
     "loss": "validation/loss",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from palsgd.lab.report import formats
 from palsgd.lab.report.comparison import Comparison, Final, ToTarget
 from palsgd.lab.report.groups import group
-from palsgd.lab.report.reading import find_runs
+from palsgd.lab.run_folder import find_runs
 
 if TYPE_CHECKING:
     from rich.table import Table
