@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from palsgd.lab import cli, progress, workloads
+from palsgd import progress
+from palsgd.lab import cli, workloads
 from support.commands import apart, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
@@ -191,7 +192,7 @@ def eager(monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, eager):
-    with progress.Bar("digits palsgd", 10) as bar:
+    with progress.ProgressBar("digits palsgd", 10) as bar:
         for step in range(1, 4):
             bar.at(step)
     said = capsys.readouterr().err.splitlines()
@@ -199,14 +200,27 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, eager):
     assert re.fullmatch(r"digits palsgd: 1/10 steps, [\d.e-]+/s, \d+ s left", said[0])
 
 
-def test_progress_is_a_bar_on_a_terminal(capsys, eager, monkeypatch):
+def test_progress_is_a_bar_on_a_terminal_that_is_gone_afterwards(capsys, eager, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with progress.Bar("digits palsgd", 10) as bar:
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress.ProgressBar("digits palsgd", 10) as bar:
+        bar.at(5, "a long note")
+        bar.at(6)
+        first, second = capsys.readouterr().err.split("\r")[1:]
+    assert re.match(
+        r"digits palsgd \[#{15}\.{15}\] 5/10 steps, \S+/s, \d+ s left a long note", first
+    )
+    assert re.match(r"digits palsgd \[#{18}\.{12}\] 6/10 steps, .* left +$", second)
+    assert len(second) == len(first)
+    assert re.fullmatch(r"\r +\r", capsys.readouterr().err)
+
+
+def test_a_bar_is_no_wider_than_its_terminal(capsys, eager, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    with progress.ProgressBar("digits palsgd", 10) as bar:
         bar.at(5)
-        assert bar._rich is not None
-        assert bar._rich[0].tasks[0].completed == 5
-    assert bar._rich[0].finished is False
+        assert len(capsys.readouterr().err.removeprefix("\r")) == 29
 
 
 def test_a_simulated_run_tells_how_far_it_is_and_quiet_ones_do_not(tmp_path, monkeypatch):

@@ -605,13 +605,13 @@ def _print(parts: Iterable[Any]) -> None:
 
 
 def _reporter(quiet: bool) -> Callable[[str, int, int], None]:
-    from palsgd.lab.progress import Bar
+    from palsgd.progress import ProgressBar
 
-    bars: dict[str, Bar] = {}
+    bars: dict[str, ProgressBar] = {}
 
     def at(what: str, done: int, total: int) -> None:
         if what not in bars:
-            bars[what] = Bar(what, total, unit="", quiet=quiet)
+            bars[what] = ProgressBar(what, total, unit="", quiet=quiet)
         bars[what].at(done)
         if done >= total:
             bars[what].close()

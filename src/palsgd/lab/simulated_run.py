@@ -16,12 +16,12 @@ from palsgd.lab.factory import (
     learning_rate_factor,
     low_precision,
 )
-from palsgd.lab.progress import Bar
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.trainer import WARMUP_LINES, run_config, split_batch, start_line
 from palsgd.lab.workload import Workload
+from palsgd.progress import ProgressBar
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = ("lr", "mix_prob", "mix_rate", "draws", "outer", "outer_lr", "outer_momentum", "seed")
@@ -151,7 +151,7 @@ def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | st
 
     for run in runs:
         run.begin(score)
-    with Bar(_title(runs), first.steps, quiet=quiet) as bar:
+    with ProgressBar(_title(runs), first.steps, quiet=quiet) as bar:
 
         def is_due(clock: int) -> bool:
             bar.at(clock)

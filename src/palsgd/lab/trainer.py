@@ -24,12 +24,12 @@ from palsgd.lab.factory import (
     learning_rate_factor,
     low_precision,
 )
-from palsgd.lab.progress import Bar
 from palsgd.lab.run_folder import RunFolder, plain, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.timeline import Timeline
 from palsgd.lab.workload import Workload
+from palsgd.progress import ProgressBar
 
 WARMUP_LINES = 200  # of the all-reduces of DDP and warm-up, about so many become a line
 
@@ -79,7 +79,7 @@ class Trainer:
         title = f"{self.settings.workload} {self.settings.method}"
         if self.opt.clock == 0:
             self._evaluate()
-        with Bar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
+        with ProgressBar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
             for batch in palsgd.until(self._batches(), self.opt, steps=self.steps):
                 self._gradient(batch)
                 self._timeline.before_step()

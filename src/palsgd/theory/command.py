@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from palsgd.checks import check_choice, check_int
-from palsgd.lab.progress import Bar
 from palsgd.lab.run_set import check_device
+from palsgd.progress import ProgressBar
 from palsgd.theory.page import write_results
 from palsgd.theory.problems import Bent, Logistic, Problem, Quadratic, check_constants, spectrum
 from palsgd.theory.results import STUDIES, Results, examine
@@ -64,7 +64,7 @@ def run_theory(
         problem=subject, setting=setting, distance=distance,
         runs=check_int("seeds", seeds, least=8), seed=check_int("seed", seed), device=device,
     )  # fmt: skip
-    with _one_thread(), Bar("theory", len(STUDIES) + 1, unit="parts", quiet=quiet) as bar:
+    with _one_thread(), ProgressBar("theory", len(STUDIES) + 1, unit="parts", quiet=quiet) as bar:
         results = examine(context, bar.at)
     return results, write_results(results, out)
 
