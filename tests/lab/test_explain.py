@@ -16,7 +16,7 @@ import palsgd
 from palsgd.lab import workloads
 from palsgd.lab.explain import MOST_ROWS, explain, remarks
 from palsgd.lab.factory import build_optimizer
-from palsgd.lab.forecast import EXAMPLES, expected_most, forecast, method_of, parameters_of
+from palsgd.lab.forecast import expected_most, forecast, method_of, parameters_of
 from palsgd.lab.settings import METHODS, Settings
 from palsgd.transport import Alone, ambient
 
@@ -212,7 +212,19 @@ def test_parameters_are_those_of_the_papers_models():
 
 @pytest.mark.parametrize("name", ["digits", "stories"])
 def test_examples_are_those_of_the_loaded_workload(name):
-    assert EXAMPLES[name] == workloads.load(name).examples
+    assert workloads.kind(name).examples == workloads.load(name).examples
+
+
+def test_an_unknown_workload_is_refused_instead_of_having_epochs_of_length_zero():
+    settings = replace(QUIET, workload="digitz", steps=None, epochs=2)
+    with pytest.raises(ValueError, match="workload 'digitz' is unknown; did you mean 'digits'"):
+        forecast(settings, parameters=1)
+
+
+def test_an_epoch_with_fewer_examples_than_a_step_takes_is_refused():
+    settings = replace(QUIET, steps=None, epochs=2)
+    with pytest.raises(ValueError, match=r"an epoch of 5 examples has no step: .* or --steps"):
+        forecast(settings, examples=5)
 
 
 def test_epochs_become_steps():

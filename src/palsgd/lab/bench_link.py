@@ -111,6 +111,7 @@ def _measured(
         "data": options.data,
         "device": options.device,
         "quiet": options.quiet,
+        "command": sys.argv,
     }
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "jobs.json", jobs)

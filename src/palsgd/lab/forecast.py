@@ -2,27 +2,18 @@
 
 import math
 from dataclasses import dataclass
-from importlib import import_module
 
 import numpy as np
 import torch
 
 from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
+from palsgd.lab import workloads
 from palsgd.lab.factory import learning_rate_factor
 from palsgd.lab.settings import Settings
-from palsgd.lab.workloads import WORKLOADS
 from palsgd.layout import fragments
 from palsgd.method import Method
 from palsgd.pseudo_async import PseudoAsync
 from palsgd.roll_call import RollCall
-
-EXAMPLES = {  # in an epoch of the published data
-    "digits": 1_437,
-    "stories": 100_000,
-    "cifar10": 50_000,
-    "imagenet": 1_281_167,
-    "tinystories": 2_119_719,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +99,15 @@ class Forecast:
 def forecast(
     settings: Settings, *, examples: int | None = None, parameters: int | None = None
 ) -> Forecast:
-    known = EXAMPLES.get(settings.workload.partition("-")[0], 0)
+    """`examples` and `parameters` are those of the workload as it was loaded; without them, of the
+    published data and of the model."""
     return Forecast(
         settings=settings,
         method=method_of(settings),
         mix_prob=settings.mix_prob if settings.method == "palsgd" else 0.0,
-        steps=settings.total_steps(known if examples is None else examples),
+        steps=settings.total_steps(
+            workloads.kind(settings.workload).examples if examples is None else examples
+        ),
         parameters=parameters_of(settings.workload) if parameters is None else parameters,
     )
 
@@ -140,10 +134,7 @@ def method_of(settings: Settings) -> Method:
 
 def parameters_of(workload: str) -> int | None:
     """Of the workload's model; None for one whose shape depends on its data."""
-    if workload not in WORKLOADS:
-        raise ValueError(f"workload={workload!r} is unknown; use one of {', '.join(WORKLOADS)}")
-    module, _, name = WORKLOADS[workload].partition(":")
-    kind = getattr(import_module(f"palsgd.lab.workloads.{module}"), name)
+    kind = workloads.kind(workload)
     try:
         with torch.device("meta"):
             model = kind.model(object.__new__(kind))  # a workload that has not loaded its data

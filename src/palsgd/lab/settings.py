@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from palsgd.checks import below, check_choice, check_number
-from palsgd.cluster import Cluster
-from palsgd.compression import find_codec
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
 
@@ -59,14 +57,24 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (name, value) != ("sync_every", "auto"):
                 check_number(name, value, words, low=low, high=high)
-        find_codec(self.compress)
-        if self.cluster is not None:
-            Cluster.parse(self.cluster, workers=self.workers)
+        self._check_what_needs_torch()
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
                 f"micro_batches={self.micro_batches}; choose one that is"
             )
+
+    def _check_what_needs_torch(self) -> None:
+        """Torch takes a second to import, which the help texts, that need this module, do not have
+        to wait for."""
+        if self.compress is not None:
+            from palsgd.compression import find_codec
+
+            find_codec(self.compress)
+        if self.cluster is not None:
+            from palsgd.cluster import Cluster
+
+            Cluster.parse(self.cluster, workers=self.workers)
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """With these values, given as text or as they are; steps and epochs exclude each other."""
@@ -83,7 +91,14 @@ class Settings:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
-        return max(1, round(self.epochs * (examples // (self.workers * self.batch_size))))
+        steps = examples // (self.workers * self.batch_size)
+        if steps == 0:
+            raise ValueError(
+                f"an epoch of {examples} examples has no step: {self.workers} workers with "
+                f"batch_size={self.batch_size} take {self.workers * self.batch_size} in each; use "
+                "a smaller batch_size, fewer workers, or --steps"
+            )
+        return max(1, round(self.epochs * steps))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

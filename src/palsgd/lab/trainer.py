@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from palsgd.lab.factory import (
     learning_rate_factor,
     low_precision,
 )
+from palsgd.lab.provenance import provenance
 from palsgd.lab.run_folder import RunFolder, plain, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
@@ -45,7 +46,10 @@ class Trainer:
         *,
         resume: bool = False,
         quiet: bool = False,
+        command: Sequence[str] | None = None,
     ):
+        """`command` is what config.yaml names as the command line; by default this process's."""
+        self._command = command
         self.settings, self.workload, self.folder = settings, workload, folder
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
@@ -235,8 +239,9 @@ class Trainer:
 
     def _config(self) -> dict[str, Any]:
         return run_config(
-            self.settings, self.workload, self.steps, engine="processes", model=self.net
-        )
+            self.settings, self.workload, self.steps, engine="processes", model=self.net,
+            command=self._command,
+        )  # fmt: skip
 
     def _finish(self) -> None:
         lines = self.folder.lines()
@@ -307,14 +312,21 @@ class Trainer:
 
 
 def run_config(
-    settings: Settings, workload: Workload, steps: int, *, engine: str, model: nn.Module
+    settings: Settings,
+    workload: Workload,
+    steps: int,
+    *,
+    engine: str,
+    model: nn.Module,
+    command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """What config.yaml says: the settings, resolved, and the machine."""
+    """What config.yaml says: the settings, resolved, the program and the machine."""
     device = workload.device
     words = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return settings.as_dict() | {
         "steps": steps,
         "palsgd": palsgd.__version__,
+        **provenance(command),
         "torch": str(torch.__version__),
         "device": words,
         "simulated": engine != "processes",

@@ -75,7 +75,7 @@ def measured(jobs: dict[str, Any]) -> dict[str, Any]:
     methods, compute = {}, [_mean(compute_seconds(first, workload))]
     for name, settings in runs.items():
         folder = RunFolder(Path(jobs["out"]) / name)
-        run = _trained(settings, workload, folder, quiet=jobs["quiet"])
+        run = _trained(settings, workload, folder, jobs)
         compute.append(_mean(compute_seconds(first, workload)))
         methods[name] = run and run | {"compute_s": statistics.fmean(compute[-2:])}
     return {
@@ -145,10 +145,12 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _trained(
-    settings: Settings, workload: Workload, folder: RunFolder, *, quiet: bool
+    settings: Settings, workload: Workload, folder: RunFolder, jobs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """One run, with the lab's own files; figures are means over workers. None: it diverged."""
-    trainer = WatchedTrainer(settings, workload, folder, quiet=quiet)
+    trainer = WatchedTrainer(
+        settings, workload, folder, quiet=jobs["quiet"], command=jobs["command"]
+    )
     try:
         trainer.train()
     except NonFiniteError as error:  # on all ranks alike, so they can go on together

@@ -8,7 +8,9 @@ from palsgd.lab.run_folder import Run
 SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 
 # Facts about a run that its settings do not decide, and what repeats a setting.
-_NOT_SETTINGS = {"schema", "seed", "floor", "method", "workload"}
+_NOT_SETTINGS = {
+    "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command",
+}  # fmt: skip
 
 # A comparison hands all methods the same settings; these have no effect on the method.
 _OUTER = ("outer", "outer_lr", "outer_momentum")

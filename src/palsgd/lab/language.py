@@ -43,6 +43,7 @@ class Language(Workload):
 class TinyStories(Language):
     """The data; encoded at first use, and kept beside the text."""
 
+    examples = 2_119_719
     context = 256  # longest part of a story that is read, in tokens
 
     def load(self) -> None:
@@ -56,10 +57,7 @@ class TinyStories(Language):
         self._train, self._valid = (
             tokens.Stories(folder, split, self.device) for split in tokens.SPLITS
         )
-
-    @property
-    def examples(self) -> int:
-        return len(self._train)
+        self.examples = len(self._train)
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
         which = batch_indices(

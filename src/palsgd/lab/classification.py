@@ -38,16 +38,17 @@ class Classification(Workload):
 
 
 class InMemory(Classification):
-    """Both splits as tensors on the device, set by `load`."""
+    """Both splits as tensors on the device, set by `load` through `keep`."""
 
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
 
-    @property
-    def examples(self) -> int:
-        return len(self.train_labels)
+    def keep(self, train: Batch, test: Batch) -> None:
+        self.train_images, self.train_labels = train
+        self.test_images, self.test_labels = test
+        self.examples = len(self.train_labels)
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
         which = batch_indices(
