@@ -99,7 +99,7 @@ def test_recipes_lists_all_recipes_and_grids():
         ("train digits lr", "'lr' is not of the form field=value"),
         ("train", "recipe"),
         ("trian digits", "train"),
-        ("train digits --device gpu", "device='gpu' is unknown; use one of auto, cpu, cuda"),
+        ("train digits --device gpu", "device='gpu' is unknown; use one of 'auto', 'cpu'"),
         ("train cifar10-cnn --simulate", "no CIFAR-10 in data/cifar10: looked for"),
         ("train cifar10-cnn --simulate --data nowhere", "nowhere"),
         ("report nowhere", "there is no folder nowhere"),

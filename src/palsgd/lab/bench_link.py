@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from palsgd import units
 from palsgd.cluster.network import ring_bytes
+from palsgd.lab.device import check_device, processor
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.lab.links.processes import run_on_loopback
 from palsgd.lab.report import formats
 from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.run_set import Options, check_device, check_mixing, finish
+from palsgd.lab.run_set import Options, check_mixing, finish
 from palsgd.lab.settings import Settings
-from palsgd.lab.trainer import processor
 from palsgd.lab.workloads import load
 
 if TYPE_CHECKING:

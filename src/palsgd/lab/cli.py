@@ -353,8 +353,8 @@ def plan(
 
     Example: palsgd plan --step-ms 50 --parameters 8M --rate 100mbit
     """
+    from palsgd.lab.device import check_device
     from palsgd.lab.plan import command
-    from palsgd.lab.run_set import check_device
 
     if paper_clusters:
         from palsgd.lab.plan.paper import paper_parts

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from palsgd.errors import NonFiniteError
+from palsgd.lab.device import worker_device
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
@@ -139,13 +140,12 @@ def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
 
 def _place(wanted: str) -> tuple[torch.device, str]:
     """This process's device, and who carries its messages. NCCL wants a GPU for each worker."""
-    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-    if not gpus:
-        return torch.device("cpu"), "gloo"
-    local = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local % gpus)
-    one_each = int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus
-    return torch.device("cuda", local % gpus), "nccl" if one_each else "gloo"
+    device = worker_device(wanted, int(os.environ["LOCAL_RANK"]))
+    if device.type == "cpu":
+        return device, "gloo"
+    torch.cuda.set_device(device)
+    one_each = int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    return device, "nccl" if one_each else "gloo"
 
 
 def check_world(workers: int) -> None:

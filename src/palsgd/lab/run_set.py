@@ -8,14 +8,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from palsgd.interval import interval
+from palsgd.lab.comparison import compared
+from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings, parsed
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
-from palsgd.lab.summary import compared
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 from palsgd.pseudo_async import PseudoAsync
@@ -44,13 +43,6 @@ def check_folder(out: Path, options: Options) -> None:
             f"{out} exists and is not empty; add --resume to go on with it, --force to start over, "
             "or choose another --out"
         )
-
-
-def check_device(device: str) -> None:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={device!r} is unknown; use one of auto, cpu, cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but no GPU is to be seen here; use --device cpu")
 
 
 def check_mixing(settings: Settings) -> None:
@@ -176,9 +168,7 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
 
 def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
     """Runs of equal shape share a program."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
     def loaded(workload: str, seed: int) -> Workload:

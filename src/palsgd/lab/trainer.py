@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import palsgd
+from palsgd.lab.device import device_words, wait_for
 from palsgd.lab.factory import (
     MeanNorm,
     agreement,
@@ -218,8 +219,7 @@ class Trainer:
         return [_joined(parts) for parts in zip(*everyone, strict=True)]
 
     def _pause(self) -> None:
-        if self.workload.device.type == "cuda":
-            torch.cuda.synchronize(self.workload.device)
+        wait_for(self.workload.device)
         self._seconds = self._elapsed()
         self._timeline.pause()
 
@@ -321,14 +321,12 @@ def run_config(
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """What config.yaml says: the settings, resolved, the program and the machine."""
-    device = workload.device
-    words = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return settings.as_dict() | {
         "steps": steps,
         "palsgd": palsgd.__version__,
         **provenance(command),
         "torch": str(torch.__version__),
-        "device": words,
+        "device": device_words(workload.device),
         "simulated": engine != "processes",
         "engine": engine,
         "metric": workload.metric,
@@ -336,18 +334,6 @@ def run_config(
         "floor": None if workload.floor is None else float(workload.floor),
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }
-
-
-def processor() -> str:
-    """The CPU, in words."""
-    cores = os.cpu_count()
-    info = Path("/proc/cpuinfo")
-    names = [
-        line.partition(":")[2].strip()
-        for line in (info.read_text().splitlines() if info.exists() else [])
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else 'CPU'}, {cores} cores"
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from palsgd.checks import check_choice, check_int
-from palsgd.lab.run_set import check_device
+from palsgd.lab.device import chosen_device
 from palsgd.progress import ProgressBar
 from palsgd.theory.page import write_results
 from palsgd.theory.problems import Bent, Logistic, Problem, Quadratic, check_constants, spectrum
@@ -45,9 +45,7 @@ def run_theory(
     quiet: bool,
 ) -> tuple[Results, Path]:  # fmt: skip
     """The results and the page they were written to."""
-    check_device(device)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(device).type
     if not 0 < distance < float("inf"):
         raise ValueError(f"distance={distance:g} must be a finite number > 0")
     if (out / "theory.json").exists() and not force:

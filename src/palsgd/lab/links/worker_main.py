@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from palsgd.errors import NonFiniteError
+from palsgd.lab.device import wait_for, worker_device
 from palsgd.lab.factory import build_optimizer
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings
@@ -68,7 +69,8 @@ def main() -> None:
 
 def measured(jobs: dict[str, Any]) -> dict[str, Any]:
     runs = {name: Settings(**settings) for name, settings in jobs["runs"].items()}
-    first, device = next(iter(runs.values())), _device(jobs["device"])
+    first = next(iter(runs.values()))
+    device = worker_device(jobs["device"], dist.get_rank())  # gloo carries what is sent
     workload = load(first.workload, data=jobs["data"], device=device, seed=first.seed)
     model_bytes = 4 * sum(p.numel() for p in workload.model().parameters())
     ring = {"bytes": model_bytes, "seconds": ring_seconds(model_bytes)}
@@ -84,12 +86,6 @@ def measured(jobs: dict[str, Any]) -> dict[str, Any]:
         "congestion_control": _congestion_control(),
         "methods": methods,
     }
-
-
-def _device(wanted: str) -> torch.device:
-    """GPUs compute where there are any; gloo carries what is sent, through the link."""
-    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-    return torch.device("cuda", dist.get_rank() % gpus) if gpus else torch.device("cpu")
 
 
 def _congestion_control() -> str | None:
@@ -126,7 +122,7 @@ def compute_seconds(settings: Settings, workload: Workload) -> float:
     for step in range(COMPUTE_STEPS):
         if step == COMPUTE_STEPS // 5:
             dist.barrier()
-            _wait_for(workload.device)
+            wait_for(workload.device)
             began = time.perf_counter()
         batch = workload.batch(
             worker=dist.get_rank(), workers=dist.get_world_size(), size=settings.batch_size,
@@ -135,13 +131,8 @@ def compute_seconds(settings: Settings, workload: Workload) -> float:
         workload.loss(net, batch).backward()
         opt.step()
         opt.zero_grad()
-    _wait_for(workload.device)
+    wait_for(workload.device)
     return (time.perf_counter() - began) / (COMPUTE_STEPS - COMPUTE_STEPS // 5)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _trained(

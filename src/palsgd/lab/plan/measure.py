@@ -7,6 +7,7 @@ from statistics import median
 import torch
 
 from palsgd.lab import workloads
+from palsgd.lab.device import chosen_device, device_words, wait_for
 from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import split_batch
@@ -25,7 +26,7 @@ class Measured:
 
 def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
     """Medians over a few steps of a worker that is alone, with a sync at each."""
-    place = torch.device(_device(device))
+    place = chosen_device(device)
     workload = workloads.load(settings.workload, data=data, device=place, seed=settings.seed)
     torch.manual_seed(settings.seed)
     model = workload.model().to(place)
@@ -52,17 +53,10 @@ def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
         step_s=median(steps[WARM:]),
         sync_s=max(0.0, median(syncs[WARM:])),
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        device=str(place) if place.type == "cpu" else torch.cuda.get_device_name(place),
+        device=device_words(place),
     )
 
 
 def _now(place: torch.device) -> float:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+    wait_for(place)
     return time.perf_counter()
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return name

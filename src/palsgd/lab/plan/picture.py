@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from palsgd.cluster import Cluster
+from palsgd.lab.groups import Group
 from palsgd.lab.plan.candidates import Choice, Task, ddp, local
 from palsgd.lab.plan.text import rate_words, setting_words
 from palsgd.lab.report.canvas import MUTED, drawing_style, new_axes, plain, publish, set_scale
 from palsgd.lab.report.figures import draw_timeline
-from palsgd.lab.report.groups import Group
 from palsgd.lab.report.styles import line_styles
 from palsgd.lab.report.timelines import bars
 

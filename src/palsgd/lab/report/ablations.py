@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from palsgd.lab.groups import Group, differing, label, settings_of, shown, sortable
 from palsgd.lab.report.curves import Curve
-from palsgd.lab.report.groups import Group, differing, label, settings_of, shown, sortable
 from palsgd.lab.run_folder import Run
 
 

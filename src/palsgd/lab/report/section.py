@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from palsgd.lab.comparison import Comparison, ToTarget, mean
+from palsgd.lab.groups import Group, group, named, shown, sortable
 from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.canvas import Plot
-from palsgd.lab.report.comparison import Comparison, ToTarget
 from palsgd.lab.report.curves import AXES, average
 from palsgd.lab.report.figures import (
     Reference,
@@ -23,7 +24,6 @@ from palsgd.lab.report.figures import (
     draw_curves,
     draw_timeline,
 )
-from palsgd.lab.report.groups import Group, group, named, shown, sortable
 from palsgd.lab.report.styles import LineStyle, line_styles
 from palsgd.lab.report.tables import (
     Table,
@@ -242,7 +242,7 @@ class Section:
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
         for each in ablation.beside[:4]:
-            value = formats.mean([v for run in each.runs if (v := final(run, key)) is not None])
+            value = mean([v for run in each.runs if (v := final(run, key)) is not None])
             if value is not None:
                 yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
 

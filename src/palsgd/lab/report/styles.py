@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from palsgd.lab.report.groups import Group
+from palsgd.lab.groups import Group
 
 # The light theme's colours are also what stands in the figure files; the page replaces each by
 # the CSS variable of the same name, so that dark mode changes them.

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from palsgd.lab.groups import Group, group
 from palsgd.lab.report.curves import QUANTITIES
-from palsgd.lab.report.groups import Group, group
 from palsgd.lab.run_folder import Run, find_runs
 
 _TAGS = {

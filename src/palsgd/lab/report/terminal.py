@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palsgd.lab.comparison import Comparison, Final, ToTarget
+from palsgd.lab.groups import group
 from palsgd.lab.report import formats
-from palsgd.lab.report.comparison import Comparison, Final, ToTarget
-from palsgd.lab.report.groups import group
 from palsgd.lab.run_folder import find_runs
 
 if TYPE_CHECKING:

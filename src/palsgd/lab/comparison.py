@@ -1,14 +1,93 @@
-"""Who reached the target when, and who stands where at equal steps, gradients and time."""
+"""How runs compare: who reached the target when, and who stands where at equal steps, gradients and
+time. The target is what DDP reached."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import variance
+from statistics import fmean, variance
+from typing import Any, TypeVar
 
-from palsgd.lab.report.formats import mean
-from palsgd.lab.report.groups import Group
-from palsgd.lab.run_folder import Line, Run
+from palsgd.lab.groups import Group
+from palsgd.lab.run_folder import Line, Record, Run
 
 COSTS = ("time_s", "step", "gradient_steps", "bytes_sent")
+_TO_TARGET = {
+    "steps_to_target": "step",
+    "gradient_steps_to_target": "gradient_steps",
+    "time_to_target_s": "time_s",
+    "bytes_to_target": "bytes_sent",
+}
+# Fields of summary.json that need the other runs
+COMPARED = ("target", *_TO_TARGET, "metric_at_equal_gradients", "metric_at_equal_time")
+
+T = TypeVar("T")
+
+# -- one run beside others -----------------------------------------------------------------------
+
+
+def first_reaching(
+    lines: Sequence[Line], target: float | None, *, higher_is_better: bool
+) -> Line | None:
+    """The first evaluation whose metric is the target or better."""
+    if target is None:
+        return None
+    known = (line for line in lines if line.get("metric") is not None)
+    sign = 1 if higher_is_better else -1
+    return next((line for line in known if sign * line["metric"] >= sign * target), None)
+
+
+def metric_within(lines: Sequence[Line], key: str, budget: float | None) -> float | None:
+    """The metric at the last evaluation that did not go beyond the budget."""
+    if budget is None:
+        return None
+    within = [line for line in lines if line.get("metric") is not None and line[key] <= budget]
+    return within[-1]["metric"] if within else None
+
+
+def most_alike(settings: Mapping[str, Any], others: Mapping[T, Mapping[str, Any]]) -> T | None:
+    """The one of `others` that has most settings in common with these; None where there is none."""
+
+    def likeness(other: T) -> int:
+        return sum(settings.get(key) == value for key, value in others[other].items())
+
+    return max(others, key=likeness, default=None)
+
+
+def to_target(lines: Sequence[Line], target: float | None, *, higher_is_better: bool) -> Record:
+    """The fields of summary.json that say what the target is and what it took to reach it."""
+    reached = first_reaching(lines, target, higher_is_better=higher_is_better)
+    return {"target": target} | {name: reached and reached[key] for name, key in _TO_TARGET.items()}
+
+
+def compared(
+    records: Mapping[str, Record],
+    lines: Mapping[str, list[Line]],
+    higher_is_better: bool,
+    settings: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Record]:
+    """The same records with targets (what DDP reached; where it ran several times, with the most
+    alike settings) and the metric at equal gradients and equal time."""
+    fewest = min(record["gradient_steps"] for record in records.values())
+    shortest = min(record["wall_s"] for record in records.values())
+    if len(records) == 1:  # equal to nothing
+        fewest = shortest = None
+    ddp = {name: settings[name] for name, record in records.items() if record["method"] == "ddp"}
+    found = {}
+    for name, record in records.items():
+        base = most_alike(settings[name], ddp)
+        target = None if base is None else records[base]["final_metric"]
+        found[name] = (
+            record
+            | to_target(lines[name], target, higher_is_better=higher_is_better)
+            | {
+                "metric_at_equal_gradients": metric_within(lines[name], "gradient_steps", fewest),
+                "metric_at_equal_time": metric_within(lines[name], "time_s", shortest),
+            }
+        )
+    return found
+
+
+# -- groups of runs ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -59,10 +138,7 @@ class Comparison:
 
     def reach(self, run: Run) -> Line | None:
         """The first evaluation that reached the target."""
-        target = self.target(run)
-        if target is None:
-            return None
-        return next((e for e in run.evaluations if self._reaches(e["metric"], target)), None)
+        return first_reaching(run.lines, self.target(run), higher_is_better=self.higher_is_better)
 
     def to_target(self) -> list[ToTarget]:
         spent = {group: self._spent(group) for group in self.groups}
@@ -80,11 +156,6 @@ class Comparison:
     def finals(self) -> list[Final]:
         return [self._final(group) for group in self.groups if group.finished]
 
-    def at(self, run: Run, key: str, budget: float | None) -> float | None:
-        """The metric at the last evaluation that did not go beyond the budget."""
-        within = [e["metric"] for e in run.evaluations if budget is not None and e[key] <= budget]
-        return within[-1] if within else None
-
     def _budget(self, key: str) -> float | None:
         """What the finished run that used least of it ended with."""
         return min((run.evaluations[-1][key] for run in self._ended), default=None)
@@ -93,20 +164,13 @@ class Comparison:
     def _ended(self) -> list[Run]:
         return [run for run in self.runs if run.finished and run.evaluations]
 
-    def _reaches(self, metric: float, target: float) -> bool:
-        return metric >= target if self.higher_is_better else metric <= target
-
     def _spent(self, group: Group) -> dict[str, float | None]:
         lines = [line for run in group.runs if (line := self.reach(run)) is not None]
         return {key: mean([line[key] for line in lines]) for key in COSTS}
 
     def _baseline(self, group: Group) -> Group | None:
         """The DDP group most like this one: of the same K where K varies."""
-
-        def likeness(ddp: Group) -> int:
-            return sum(group.settings.get(key) == value for key, value in ddp.settings.items())
-
-        return max(self.baselines, key=likeness, default=None)
+        return most_alike(group.settings, {ddp: ddp.settings for ddp in self.baselines})
 
     def _final(self, group: Group) -> Final:
         runs = group.finished
@@ -119,11 +183,15 @@ class Comparison:
             metric=mean(metrics),
             metric_variance=_variance(metrics),
             equal={
-                key: _mean_of_all([self.at(run, key, budget) for run in runs])
+                key: _mean_of_all([metric_within(run.lines, key, budget) for run in runs])
                 for key, budget in self.budgets.items()
             },
             totals={key: mean(_column(runs, key)) for key in keys},
         )
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _column(runs: list[Run], key: str) -> list[float]:
