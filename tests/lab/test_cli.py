@@ -1,6 +1,7 @@
 """The command line: help, bad input, output for people, and what happens when something breaks."""
 
 import re
+import subprocess
 import sys
 from itertools import count
 
@@ -10,11 +11,14 @@ import yaml
 
 from palsgd import progress
 from palsgd.lab import cli, workloads
-from support.commands import apart, lines, palsgd, summary
+from palsgd.lab.cli import run_commands
+from support.commands import apart, environment, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
 COMMANDS = [each.name or each.callback.__name__ for each in cli.app.registered_commands] + [
-    f"data {each.name or each.callback.__name__}" for each in cli.data_app.registered_commands
+    f"{name} {each.name or each.callback.__name__}"
+    for name, group in {"data": cli.data_app, "bench": cli.bench_app}.items()
+    for each in group.registered_commands
 ]
 
 
@@ -44,11 +48,25 @@ def test_every_command_shows_an_example(command):
     assert f"Example: palsgd {command}" in " ".join(said.out.split())
 
 
+def test_help_is_shown_without_importing_torch():
+    code = (
+        "import sys\n"
+        "from palsgd.lab.cli import app\n"
+        f"for command in {['', 'data', 'bench', *COMMANDS]!r}:\n"
+        "    app([*command.split(), '--help'], standalone_mode=False)\n"
+        "    assert 'torch' not in sys.modules, command\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage:") == len(COMMANDS) + 3
+
+
 def test_examples_are_accepted_as_they_stand(tmp_path, monkeypatch):
     """All but what they run: flags and settings are read, nothing starts."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    monkeypatch.setattr(cli, "_run", lambda runs, *args, **kwargs: ran.append(runs))
+    monkeypatch.setattr(run_commands, "_run", lambda runs, *args, **kwargs: ran.append(runs))
     for command in ("demo", "train", "compare", "sweep"):
         example = re.search(r"Example: palsgd (.*)", palsgd(command, "--help").out).group(1)
         assert palsgd(*example.split()).code == 0

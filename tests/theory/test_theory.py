@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -29,8 +31,8 @@ from palsgd.theory.fits import Measured, power_law, quantile
 from palsgd.theory.lemmas import ALGORITHM, DEFINED, STATED, Trajectory, all_checks, judge, lemma2
 from palsgd.theory.studies import StudyContext
 from palsgd.theory.theorem import theorem_setting
+from support.commands import environment, strict_json
 from support.commands import palsgd as command
-from support.commands import strict_json
 
 DRAWS = ("independent", "balanced", "shared")
 PROBLEMS = {
@@ -552,3 +554,15 @@ def test_impossible_values_are_refused_with_field_and_range(words, said, tmp_pat
     assert found.code == 2
     assert said in found.line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_theory_imports_nothing_of_the_lab():
+    code = (
+        "import pkgutil, sys, palsgd.theory\n"
+        "for each in pkgutil.iter_modules(palsgd.theory.__path__, 'palsgd.theory.'):\n"
+        "    __import__(each.name)\n"
+        "print(*[name for name in sys.modules if name.startswith('palsgd.lab')])\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
+    assert done.stdout.strip() == ""

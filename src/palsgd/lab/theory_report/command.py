@@ -8,8 +8,8 @@ import torch
 
 from palsgd.checks import check_choice, check_int
 from palsgd.lab.device import chosen_device
+from palsgd.lab.theory_report.page import write_results
 from palsgd.progress import ProgressBar
-from palsgd.theory.page import write_results
 from palsgd.theory.problems import Bent, Logistic, Problem, Quadratic, check_constants, spectrum
 from palsgd.theory.results import STUDIES, Results, examine
 from palsgd.theory.studies import StudyContext

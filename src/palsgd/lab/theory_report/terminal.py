@@ -1,7 +1,7 @@
 """The results on the terminal."""
 
+from palsgd.lab.theory_report.tables import Table, tables
 from palsgd.theory.results import Results
-from palsgd.theory.tables import Table, tables
 
 
 def show(results: Results) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from palsgd.lab.atomic import atomic_write
 from palsgd.lab.run_folder import write_json
+from palsgd.lab.theory_report.tables import tables
 from palsgd.theory.lemmas import FAILS
 from palsgd.theory.results import Results
-from palsgd.theory.tables import tables
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -94,7 +94,7 @@ def _html(results: Results, figures: Path) -> str:
 
     from palsgd.lab.report.canvas import drawing_style
     from palsgd.lab.report.styles import THEME
-    from palsgd.theory.figures import LINE_STYLES, draw
+    from palsgd.lab.theory_report.figures import LINE_STYLES, draw
 
     errors, exponents, lemmas = tables(results)
     shown = [study for study in results.studies if study.lines]
