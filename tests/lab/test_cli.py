@@ -165,6 +165,7 @@ def test_a_finished_run_is_not_done_again_but_with_force(tmp_path):
     assert len([line for line in lines(path.parent) if line["step"] == 0]) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_refuses_its_input_speaks_as_if_there_were_none(tmp_path):
     answer = apart("train", "cifar10-cnn", "--workers", 2, "--out", tmp_path / "x")
     assert answer.code == 2
@@ -182,6 +183,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
         assert str(tmp_path / "file") in answer.line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no ulimit")
 def test_a_full_disk_is_one_line(tmp_path):
     """Files of more than a block cannot be written: the model's 38 kB."""

@@ -261,6 +261,7 @@ def test_missing_texts_and_tokenizers_are_named(tmp_path):
         tokens.prepare(write_texts(tmp_path), tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 @needs_tokenizer
 @needs_stories
 def test_real_stories_are_read_whole(tmp_path):

@@ -301,6 +301,7 @@ def test_local_sgd_has_no_outer_momentum_to_build_up():
     assert not remarked(method="localsgd", **few)
 
 
+@pytest.mark.slow
 def test_every_recipe_can_be_explained():
     for settings in workloads.recipes().values():
         for method in METHODS:

@@ -35,6 +35,8 @@ from support.commands import (
 from support.patience import patient
 from support.places import SHARED
 
+pytestmark = pytest.mark.slow  # most tests share runs in real processes
+
 # Of the checkpoints, every 3 rounds, some fall on evaluations and some do not: a resumed run must
 # not notice. The syncs after them are not due for an evaluation, the one at the end excepted.
 STEPS, WARMUP, H, EVERY = 400, 25, 16, 45

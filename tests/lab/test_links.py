@@ -24,7 +24,11 @@ from support.holding import holder
 from support.patience import patient
 
 REASON = unavailable()
-emulated = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+def emulated(test):
+    """Marks a test that needs namespaces. Setting them up makes each of these slow."""
+    return pytest.mark.slow(pytest.mark.skipif(REASON is not None, reason=str(REASON))(test))
 
 
 def script(code: str) -> list[str]:
@@ -400,6 +404,7 @@ def test_bench_link_runs_all_methods_and_its_ledgers_agree_with_the_kernel(tmp_p
     assert namespaces() == interfaces(os.getpid()) == []
 
 
+@pytest.mark.slow
 def test_bench_link_without_namespaces_says_why_and_projects(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no command ip there
     said = palsgd("bench", "link", *TINY, "--rate", "20mbit", "--latency", 2, "--methods",

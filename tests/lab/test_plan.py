@@ -157,6 +157,7 @@ def trained(rank_settings: dict) -> dict[str, int]:
     return tensors_of(opt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"delay": 2}, {"compress": "int8"}, {"delay": 1, "fragments": 2, "compress": "int4"}],

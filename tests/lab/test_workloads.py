@@ -267,6 +267,7 @@ def test_the_small_cnn_trains_on_real_images(loaded):
     assert gain(cnn, steps=8, size=20) > 0.1
 
 
+@pytest.mark.slow
 def test_vgg16_trains_on_shifted_images(loaded):
     vgg = loaded("cifar10-vgg16")
     images, _ = vgg.batch(worker=0, workers=2, size=5, index=0)
@@ -278,6 +279,7 @@ def test_vgg16_trains_on_shifted_images(loaded):
     assert model.classifier[-1].weight.isfinite().all()
 
 
+@pytest.mark.slow
 def test_resnet50_trains_on_photographs(loaded):
     resnet = loaded("imagenet-resnet50")
     model = trained(resnet, steps=3, size=4, inner=torch.optim.SGD)
@@ -286,6 +288,7 @@ def test_resnet50_trains_on_photographs(loaded):
     assert resnet.examples == 40
 
 
+@pytest.mark.slow
 def test_gpt_neo_8m_trains_on_real_stories(loaded, tinystories):
     class Beginnings(TinyStoriesGPTNeo8M):
         context = 16
@@ -426,6 +429,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(ask):
         ask("cifar10-cn")
 
 
+@pytest.mark.slow
 def test_workloads_import_no_heavy_library_before_it_is_needed():
     code = (
         "import sys; from palsgd.lab import workloads; workloads.recipes();"
