@@ -25,8 +25,8 @@ from common import machine
 from torch import Tensor, nn
 
 import palsgd
-from palsgd.cluster import Clockwork, Cluster, Work
-from palsgd.cluster.counts import Planned
+from palsgd.cluster import Cluster, TimeSimulation, Work
+from palsgd.cluster.gradient_counts import Planned
 from palsgd.lab.links import Link, Network, unavailable
 
 LAYERS, WIDTH = 8, 131_072  # a million parameters
@@ -170,7 +170,7 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
         workers=workers, step=step, sync=sync, rate=link.rate or "1000gbit",
         latency=link.delay_ms / 1e3, all_reduce="gloo", overlap=BACKWARD / (FORWARD + BACKWARD),
     )  # fmt: skip
-    machine = Clockwork(
+    machine = TimeSimulation(
         cluster, Work.of(opt), end=steps_of(job), counts=Planned(opt.method, workers)
     )
     machine.run_until(steps_of(job))

@@ -1,50 +1,28 @@
-"""Data-parallel training over links too slow for an all-reduce at every step."""
+"""Data-parallel training over links too slow for an all-reduce at every step.
 
-import importlib
+The names of this package are imported when they are first used: the help texts of the command line
+live in it too and need no torch, which takes a second to import.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from palsgd import events
-from palsgd.auto_interval import Auto
-from palsgd.codecs import Codec
-from palsgd.errors import ConsensusError, NonFiniteError, SyncError
-from palsgd.ledger import Ledger
-from palsgd.loop import until
-from palsgd.method import Facts, Method, Part, Payload, Scalar
-from palsgd.optimizer import DDP, PALSGD, DiLoCo, LocalOptimizer, LocalSGD
-from palsgd.outer import nesterov
-from palsgd.schedule import round_plan
-from palsgd.transports.single import Alone
-from palsgd.transports.transport import Message, Transport
-
 if TYPE_CHECKING:
-    from palsgd import checkpoint, methods
+    from palsgd import checkpoint, events, methods
+    from palsgd.auto_interval import Auto
     from palsgd.cluster import Cluster
-    from palsgd.simulator import simulate, simulate_many
+    from palsgd.codecs import Codec
+    from palsgd.errors import ConsensusError, NonFiniteError, SyncError
+    from palsgd.ledger import Ledger
+    from palsgd.loop import until
+    from palsgd.method import Facts, Method, Part, Payload, Scalar
+    from palsgd.optimizer import DDP, PALSGD, DiLoCo, LocalOptimizer, LocalSGD
+    from palsgd.outer import nesterov
+    from palsgd.schedule import round_plan
+    from palsgd.simulator.simulate import simulate, simulate_many
+    from palsgd.transports import Alone, Message, Transport
 
 __version__ = "0.1.0"
-
-# Loaded when they are first used: a training loop needs none of them.
-_LAZY = {
-    "Cluster": "palsgd.cluster",
-    "checkpoint": "palsgd.checkpoint",
-    "methods": "palsgd.methods",
-    "simulate": "palsgd.simulator",
-    "simulate_many": "palsgd.simulator",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'palsgd' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    found = module if _LAZY[name] == f"palsgd.{name}" else getattr(module, name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
-
 
 __all__ = [
     "DDP",
@@ -76,3 +54,51 @@ __all__ = [
     "simulate_many",
     "until",
 ]
+
+# Where each name is defined; a name that is not here is a module's.
+_MODULES = {
+    "DDP": "optimizer",
+    "PALSGD": "optimizer",
+    "Alone": "transports",
+    "Auto": "auto_interval",
+    "Cluster": "cluster",
+    "Codec": "codecs",
+    "ConsensusError": "errors",
+    "DiLoCo": "optimizer",
+    "Facts": "method",
+    "Ledger": "ledger",
+    "LocalOptimizer": "optimizer",
+    "LocalSGD": "optimizer",
+    "Message": "transports",
+    "Method": "method",
+    "NonFiniteError": "errors",
+    "Part": "method",
+    "Payload": "method",
+    "Scalar": "method",
+    "SyncError": "errors",
+    "Transport": "transports",
+    "nesterov": "outer",
+    "round_plan": "schedule",
+    "simulate": "simulator",
+    "simulate_many": "simulator",
+    "until": "loop",
+}
+
+
+if not TYPE_CHECKING:  # else a misspelt name would be of type Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            globals()[name] = found
+            return found
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":  # the module is there, and misses another
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the value, or raises a ValueError that says what it must be."""
+"""Checks of arguments. Each says what was wrong, the value it got, and what to give instead."""
 
 import math
 from collections.abc import Sequence
@@ -8,15 +8,10 @@ import numpy as np
 
 
 def check_int(name: str, value: Any, *, least: int = 0) -> int:
-    """A whole number of at least `least`, as an int."""
+    """`value` as an int, or a ValueError that says what it must be."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
     return int(value)
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
 def check_number(
@@ -28,11 +23,24 @@ def check_number(
     high: float = math.inf,
     shown: Any = None,
 ) -> float:
-    """A number strictly between `low` and `high`; `words` say so in the message."""
+    """`value` if it lies strictly between `low` and `high`; else a ValueError with the range.
+
+    `words` names the range, and `shown` is what the user wrote where `value` was parsed from it.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (number and low < value < high):
         raise ValueError(f"{name}={value if shown is None else shown!r} must be {words}")
     return float(value)
+
+
+def below(number: float) -> float:
+    """The next smaller float: as a strict lower limit it lets `number` itself pass."""
+    return math.nextafter(number, -math.inf)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
 
 
 def check_mix_prob(mix_prob: float) -> None:

@@ -37,6 +37,7 @@ def trained(bench, contender, **settings):
     return [loss for _, loss in ranks[0]["curve"]]
 
 
+@pytest.mark.slow
 def test_local_sgd_of_palsgd_and_of_torch_get_the_same_task(bench):
     ours = trained(bench, "localsgd", sync_every=8)
     torchs = trained(bench, "post-local", sync_every=8)
@@ -92,6 +93,7 @@ def test_time_to_target_is_the_steps_of_one_run_times_the_pace_of_another(bench)
     assert shown["  of the ideal, its compute alone"] == f"{100 * 58 * 0.1 / 6.4:.0f}%"
 
 
+@pytest.mark.slow
 def test_unknown_contender_is_refused_with_the_known_ones():
     command = [sys.executable, str(BENCH / "peers.py"), "--contenders", "ddp,nobody"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))

@@ -11,9 +11,9 @@ from torch import nn
 
 import palsgd
 from palsgd.cluster import Cluster, Work
-from palsgd.cluster.counts import Drawn, Planned
-from palsgd.lab.outlook import expected_most
-from palsgd.pseudo_async import PseudoAsync
+from palsgd.cluster.gradient_counts import Drawn, Planned
+from palsgd.lab.forecast import expected_most
+from palsgd.methods.palsgd import PALSGDMethod
 
 MODEL = 8_054_656
 
@@ -201,10 +201,12 @@ def twin(place: Cluster, job: Work, steps: int, plan) -> float:
 def test_delay_fragments_and_mixing_agree_with_the_tick_by_tick_twin(delay, fragments, draws):
     place = cluster(step=0.3, straggler=1.2)
     job = work(delay=delay, fragments=fragments, mix_prob=0.25, draws=draws)
-    method = PseudoAsync(
+    method = PALSGDMethod(
         sync_every=16, warmup_steps=0, mix_prob=0.25, mix_rate=0.1, draws=draws, seed=5
     )
-    machine = palsgd.cluster.Clockwork(place, job, end=70, counts=Planned(method, place.workers))
+    machine = palsgd.cluster.TimeSimulation(
+        place, job, end=70, counts=Planned(method, place.workers)
+    )
     machine.run_until(70)
     expected = twin(place, job, 70, lambda worker, round: method.plan(worker=worker, round=round))
     assert machine.projection.time_s == pytest.approx(expected, rel=1e-12)

@@ -59,6 +59,7 @@ def study(*arguments):
     )
 
 
+@pytest.mark.slow
 @needs_mini
 def test_the_small_cnn_study_starts_with_one_command(tmp_path):
     done = study(
@@ -73,6 +74,7 @@ def test_the_small_cnn_study_starts_with_one_command(tmp_path):
     assert all(0 <= row["final_metric"] <= 1 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_the_study_says_in_one_line_that_data_is_missing(tmp_path):
     done = study("workers=2", "--data", str(tmp_path), "--out", str(tmp_path / "study"))
     assert done.returncode == 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from palsgd.lab.data import crops, images, tokens
-from palsgd.lab.data.files import fetch, written_whole
+from palsgd.lab.data.download import fetch
 from palsgd.lab.data.grammar import Grammar, Rule, Slot
 from palsgd.lab.data.sharding import batch_indices, random_stream
 from palsgd.lab.data.stories import GRAMMAR
@@ -244,21 +244,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         tokens.prepare(write_texts(tmp_path / "text"), tmp_path / "file" / "out", TOKENIZER)
 
 
-def test_an_interrupted_file_leaves_the_old_one(tmp_path):
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(b"old")
-
-    def interrupted():
-        with written_whole(path) as file:
-            file.write(b"new")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [p.name for p in tmp_path.iterdir()] == ["tokens.bin"]
-    assert path.read_bytes() == b"old"
-
-
 def test_tokens_that_do_not_fit_their_record_are_refused(tmp_path):
     (tmp_path / "train.bin").write_bytes(np.full(5, tokens.END, np.uint16).tobytes())
     (tmp_path / "train.json").write_text('{"tokens": 6}')
@@ -276,6 +261,7 @@ def test_missing_texts_and_tokenizers_are_named(tmp_path):
         tokens.prepare(write_texts(tmp_path), tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 @needs_tokenizer
 @needs_stories
 def test_real_stories_are_read_whole(tmp_path):

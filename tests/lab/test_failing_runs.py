@@ -4,13 +4,13 @@ import os
 
 import pytest
 
-from palsgd.lab.summary import compared
+from palsgd.lab.comparison import compared
 from support.commands import apart, palsgd, summary
 
 SHORT = ("inner=sgd", "steps=24", "workers=2", "sync_every=8", "warmup_steps=4")
 
 
-@pytest.mark.parametrize("way", ["simulated", "processes"])
+@pytest.mark.parametrize("way", ["simulated", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_point_that_diverges_ends_alone_and_is_not_tried_again(tmp_path, way):
     out = tmp_path / "sweep"
     flags = ("--simulate",) if way == "simulated" else ()
@@ -27,6 +27,7 @@ def test_a_point_that_diverges_ends_alone_and_is_not_tried_again(tmp_path, way):
     assert {path: path.stat().st_mtime for path in out.glob("*/metrics.jsonl")} == written
 
 
+@pytest.mark.slow
 def test_ddp_that_diverges_fails_in_processes_too(tmp_path):
     said = apart("train", "digits", *SHORT, "lr=1e30", "--method", "ddp", "--out", tmp_path / "r")
     assert said.code == 1

@@ -35,6 +35,7 @@ def tokens(batch, length, vocab, seed=0):
     return inputs, targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 280])  # within one local window, and beyond it
 def test_outputs_and_gradients_are_those_of_the_library_model(length):
     theirs = library_model(**SMALL).double()
@@ -171,10 +172,12 @@ def both(model, loss, steps):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_gpt_neo_stays_equal_in_both_engines_for_two_hundred_steps():
     check(*both(lambda: tiny().double(), lm_loss, 200), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_gpt_neo_in_bf16_autocast_trains_alike_in_both_engines():
     fast, exact = both(tiny, low_precision_loss, 100)
     for mine, theirs in zip(fast.history, exact.history, strict=True):
@@ -182,6 +185,7 @@ def test_gpt_neo_in_bf16_autocast_trains_alike_in_both_engines():
     assert fast.history[-1]["loss"] < 0.97 * fast.history[0]["loss"]
 
 
+@pytest.mark.slow
 def test_the_library_model_too_runs_stacked():
     def model():
         return library_model(vocab=29, positions=32, hidden=16, heads=2, layers=2)

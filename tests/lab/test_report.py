@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
+from palsgd.lab.comparison import Comparison
+from palsgd.lab.groups import group
 from palsgd.lab.report import find_runs, terminal_table, write_report, write_tensorboard
 from palsgd.lab.report.ablations import ablations
-from palsgd.lab.report.comparing import Comparison
 from palsgd.lab.report.curves import average
 from palsgd.lab.report.formats import GAP, NONE
-from palsgd.lab.report.grouping import group
 from palsgd.lab.report.tables import final_table, settings_table, target_table
 from palsgd.lab.report.timelines import bars, shares
 from palsgd.lab.settings import Settings
@@ -359,6 +359,7 @@ def test_the_same_files_give_the_same_page(three, tmp_path):
     assert again.read_text() == three.read_text()
 
 
+@pytest.mark.slow
 def test_whatever_files_say_is_shown_and_never_run(tmp_path):
     evil = "<img src=x onerror=alert(1)> $x_1$ </script>"
     for method in ("ddp", evil):
@@ -510,6 +511,7 @@ def test_tensorboard_stays_inside_its_folder_whatever_methods_are_called(tmp_pat
     assert [path.parent for path in tmp_path.rglob("events.out*")] == [next(out.iterdir())]
 
 
+@pytest.mark.slow
 def test_importing_the_report_loads_no_plotting():
     heavy = {"matplotlib", "rich", "tensorboard", "jinja2"}
     code = f"import sys, palsgd; before = set(sys.modules); import palsgd.lab.report; print(({heavy} & set(sys.modules)) - before)"  # noqa: E501

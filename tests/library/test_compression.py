@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 import palsgd
-from palsgd.compression import BLOCK, CodedMean, find_codec
+from palsgd.codecs import BLOCK, find_codec
+from palsgd.codecs.coded_mean import CodedMean
 from support.core_access import layout_size, residues_of
 from support.problems import batches, linear, mse, train, vector
 

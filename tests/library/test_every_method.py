@@ -405,6 +405,7 @@ def test_fedprox_without_a_pull_is_diloco(world):
     assert not np.allclose(world.run(toy_twin_job, workers=2, pull=0.5), diloco)
 
 
+@pytest.mark.slow
 def test_importing_palsgd_brings_in_torch_and_numpy_only():
     """Nothing of the lab, and nothing that torch itself does not import."""
     code = (

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import palsgd
-from palsgd.interval import Auto, Costs
+from palsgd.auto_interval import Auto, Costs
 from support.core_access import round_origin
 from support.problems import batches, linear, mse, vector
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import palsgd
-from palsgd.joined import Joined
+from palsgd.inner import ChainedOptimizer
 from support.problems import batches, mse, vector
 
 RULES = dict(sync_every=4, mix_prob=0.3, mix_rate=1.0, outer=palsgd.nesterov(lr=0.5))
@@ -97,6 +97,6 @@ def test_the_learning_rate_of_every_part_is_scaled_and_scheduled(alone):
 
 def test_a_list_that_holds_no_optimizers_is_refused():
     with pytest.raises(ValueError, match="inner must be torch optimizers, got Linear"):
-        Joined([nn.Linear(1, 1)])
+        ChainedOptimizer([nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="got none"):
-        Joined([])
+        ChainedOptimizer([])

@@ -406,6 +406,7 @@ def resume_from_checkpoints(folder, kind, style, **rules):
     return want, resumed, [weights for _, weights in saved.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "style"), [("even", "2-D"), ("uneven", "2-D"), ("uneven", "1-D and group")]
 )
@@ -423,6 +424,7 @@ def test_a_sharded_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(
     assert any(apart)  # some of them from the middle of a round, where replicas differ
 
 
+@pytest.mark.slow
 def test_every_rank_finds_what_its_shard_left_unsent_and_has_in_flight(world, tmp_path):
     got = world.run(
         resume_from_checkpoints, workers=4, timeout=30, folder=str(tmp_path), kind="uneven",

@@ -411,6 +411,7 @@ def checkpoint_everywhere(folder, kind):
     return at, whole, resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_run_resumed_from_a_checkpoint_folder_equals_the_uninterrupted_one(world, tmp_path, kind):
     got = world.run(checkpoint_everywhere, workers=2, folder=str(tmp_path), kind=kind)

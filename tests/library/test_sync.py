@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import palsgd
-from palsgd.process_group import ProcessGroupTransport
+from palsgd.transports import ProcessGroupTransport
 from palsgd.replica import Anchor, Replica
 from support.core_access import anchor_of, anchor_views, local_tensors, outer_state
 from support.patience import patient
@@ -398,6 +398,7 @@ def test_a_worker_that_never_comes_is_missed_after_the_timeout(world):
     check_lost(world.run(leave, workers=2, how="stall", patience=1)[0], within=5)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_process_ends_is_missed_at_once():
     own = World()  # one of its processes is lost
     try:

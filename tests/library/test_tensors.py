@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import palsgd
-from palsgd.layout import Buckets, Layout
+from palsgd.flat import Buckets, Layout
 from support.problems import batches, global_vector, mse, net, train, vector
 
 RULES = dict(sync_every=4, mix_prob=0.3, mix_rate=1.0, seed=11)

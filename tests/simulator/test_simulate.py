@@ -94,6 +94,7 @@ def test_two_simulated_workers_are_bit_equal_to_two_processes(world, name, metho
         assert real[k]["history"] == made["history"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [3, 4, 8])
 @pytest.mark.parametrize("method", ["ddp", "balanced", "independent"])
 def test_more_simulated_workers_equal_processes_up_to_the_order_of_the_sum(world, workers, method):

@@ -75,6 +75,7 @@ def cross_entropy(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.slow
 def test_a_cnn_in_float32_stays_within_tolerance_for_hundreds_of_steps():
     check(
         *both(cnn, "independent", "momentum", steps=300, data=image_batches, loss=cross_entropy),

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from palsgd.cluster import units
-from palsgd.compression import BLOCK, find_codec
-from palsgd.draws import DRAWS, check_mix_prob, one_of, whole
-from palsgd.pseudo_async import PseudoAsync
+from palsgd import units
+from palsgd.checks import check_choice, check_int, check_mix_prob, check_number
+from palsgd.codecs import BLOCK, find_codec
+from palsgd.schedule import DRAWS
+from palsgd.methods.palsgd import PALSGDMethod
 
 if TYPE_CHECKING:
     from palsgd.optimizer import LocalOptimizer
@@ -30,21 +31,21 @@ class Work:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
-        whole("sync_every", self.sync_every, least=1)
+        check_int("sync_every", self.sync_every, least=1)
         check_mix_prob(self.mix_prob)
-        one_of("draws", self.draws, DRAWS)
+        check_choice("draws", self.draws, DRAWS)
         find_codec(self.compress)
         if self.warmup_steps != math.inf:
-            whole("warmup_steps", self.warmup_steps)
-        whole("gradient_bytes", self.gradient_bytes, least=1)
-        units.number_in("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
-        if whole("fragments", self.fragments, least=1) > self.sync_every:
+            check_int("warmup_steps", self.warmup_steps)
+        check_int("gradient_bytes", self.gradient_bytes, least=1)
+        check_number("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
+        if check_int("fragments", self.fragments, least=1) > self.sync_every:
             raise ValueError(
                 f"fragments={self.fragments} must be at most sync_every={self.sync_every}: each is "
                 "sent at a step of its own"
             )
         longest = self.sync_every // self.fragments
-        if whole("delay", self.delay) > longest:
+        if check_int("delay", self.delay) > longest:
             raise ValueError(
                 f"delay={self.delay} must be at most sync_every / fragments = {longest}: one "
                 "exchange is under way at a time"
@@ -57,15 +58,15 @@ class Work:
     @classmethod
     def of(cls, optimizer: "LocalOptimizer") -> "Work":
         """What a palsgd optimizer will do."""
-        replica, method = optimizer._core.replica, optimizer.method
+        replica, method = optimizer._worker.inner.replica, optimizer.method
         config = optimizer.config
-        mixes = method if isinstance(method, PseudoAsync) else None
+        mixes = method if isinstance(method, PALSGDMethod) else None
         return cls(
             parameters=replica.layout.size,
-            sync_every=method.sync_every,
+            sync_every=optimizer.sync_every,
             mix_prob=mixes.mix_prob if mixes else 0.0,
-            draws=mixes.draws if mixes else "balanced",
-            warmup_steps=method.warmup_steps,
+            draws=optimizer.config["draws"],
+            warmup_steps=optimizer.schedule.warmup,
             compress=config.get("compress"),
             delay=config.get("delay", 0),
             fragments=config.get("fragments", 1),

@@ -19,7 +19,7 @@ from palsgd.errors import NonFiniteError
 from palsgd.ledger import Ledger
 from palsgd.method import Method
 from palsgd.optimizer import LocalOptimizer
-from palsgd.pseudo_async import PseudoAsync, collapsed
+from palsgd.methods.palsgd import PALSGDMethod, collapsed
 from palsgd.roll_call import Attendance, check_finite
 from palsgd.simulator.batches import Batches, DryError
 from palsgd.simulator.exact import SimulatedTransport, built, check_losses
