@@ -20,9 +20,10 @@ from palsgd.ledger import Ledger
 from palsgd.method import Method
 from palsgd.optimizer import LocalOptimizer
 from palsgd.methods.palsgd import PALSGDMethod, collapsed
-from palsgd.roll_call import Attendance, check_finite
+from palsgd.guard import WorkerReport, check_finite
 from palsgd.simulator.batches import Batches, DryError
-from palsgd.simulator.exact import SimulatedTransport, built, check_losses
+from palsgd.simulator.exact import built, check_losses
+from palsgd.transports.in_memory import SimulatedTransport
 from palsgd.simulator.lanes import Lanes
 from palsgd.simulator.program import (
     CannotVectorizeError,
@@ -68,7 +69,7 @@ class Run:
         self.buffers = {name: b for name, b in self.module.named_buffers() if b in kept}
 
     def _check(self) -> None:
-        if type(self.method) not in (Method, PseudoAsync):
+        if type(self.method) not in (Method, PALSGDMethod):
             raise CannotVectorizeError(f"{type(self.method).__name__} has rules of its own")
         check_plain(self.model, self.opt)
         if any(p.dtype != self.core.replica.dtype for p in self.core.replica.params):
@@ -123,7 +124,7 @@ class Run:
 
     def pull(self, worker: int, mixing: list[int], rates: list[list[float]]) -> tuple[float, ...]:
         """The weight of these mixing steps in a row, for each parameter group."""
-        assert isinstance(self.method, PseudoAsync)
+        assert isinstance(self.method, PALSGDMethod)
         betas = [self.method.betas(rates[tick]) for tick in mixing]
         flat = [beta for step in betas for beta in step]
         self.ledgers[worker].saw_betas(min(flat), max(flat))
