@@ -81,7 +81,9 @@ def _check_config(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) ->
 
 def _save_progress(opt: "LocalOptimizer") -> dict[str, Any]:
     worker = opt._worker
-    return asdict(worker.at) | {
+    counts = asdict(worker.at)
+    del counts["clock"]
+    return counts | {
         "spans": [tuple(span) for span in worker.schedule.spans],
         "measuring": worker.interval is not None,
         "costs": [] if worker.interval is None else [asdict(c) for c in worker.interval.costs],
@@ -101,6 +103,10 @@ def _load_progress(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -
     elif worker.interval is not None or worker.method.varies_length:
         worker.interval = None
         _take_spans(opt, [Span(*span) for span in spans])
+
+
+def _load_clock(opt: "LocalOptimizer", saved: int, strict: bool) -> None:
+    opt._worker.at.clock = saved
 
 
 def _take_spans(opt: "LocalOptimizer", spans: list[Span]) -> None:
@@ -334,7 +340,8 @@ def _load_ledger(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> 
 # In the order in which they are loaded: settings are compared before anything changes.
 SCHEMA = (
     Field("config", "global", "settings", "the settings that must agree", lambda o: dict(o.config), _check_config),
-    Field("progress", "worker", "numbers", "clock, counts and rounds", _save_progress, _load_progress),
+    Field("progress", "worker", "numbers", "counts and rounds", _save_progress, _load_progress),
+    Field("clock", "worker", "number", "steps so far", lambda o: o.clock, _load_clock),
     Field("inner", "worker", "optimizer", "the inner optimizer", lambda o: o.inner.state_dict(), _load_inner),
     Field("anchor", "global", "model", "the global model; None in the warm-up", _save_anchor, _load_anchor),
     Field("outer", "global", "optimizer", "the outer optimizer", _save_outer, _load_outer),
@@ -366,7 +373,6 @@ def converted(state: dict[str, Any], opt: "LocalOptimizer") -> dict[str, Any]:
         "config": {name: config.get(name, mine) for name, mine in opt.config.items()},
         "progress": {
             "fragments": fragments,
-            "clock": state["clock"],
             "gradient_steps": counts["gradient_steps"],
             "rounds": counts["rounds"],
             "epoch": counts["epoch"],
@@ -381,7 +387,8 @@ def converted(state: dict[str, Any], opt: "LocalOptimizer") -> dict[str, Any]:
             "measuring": counts["measuring"],
             "costs": [{"sync_s": sync, "step_s": step} for sync, step in counts["costs"]],
         },
-        **{name: state[name] for name in ("inner", "outer", "anchor", "buffers", "scheduler")},
+        **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
+        "scheduler": state["scheduler"],
         "method": None,
         "ledger": state["ledger"],
         "rank": {

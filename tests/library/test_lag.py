@@ -176,7 +176,7 @@ def lost_job():
             opt.step()
         except palsgd.SyncError as error:
             state = opt.state_dict()
-            return anchor, global_vector(model, opt), str(error), state["own"], opt.clock
+            return anchor, global_vector(model, opt), str(error), state["rank"], opt.clock
         opt.zero_grad()
         anchor = global_vector(model, opt)
 
