@@ -67,6 +67,7 @@ class Clockwork:
             sync_every=work.sync_every,
             mix_prob=work.mix_prob,
             draws=work.draws,
+            stops=work.stops,
             rng=draws,
         )
         self._compute = cluster.compute(steps)

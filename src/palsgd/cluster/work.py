@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from palsgd.cluster import units
 from palsgd.compression import BLOCK, find_codec
-from palsgd.draws import DRAWS, check_mix_prob, one_of, whole
+from palsgd.draws import DRAWS, check_mix_prob, one_of, round_stops, whole
 from palsgd.pseudo_async import PseudoAsync
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Work:
     @property
     def is_ddp(self) -> bool:
         return self.warmup_steps == math.inf
+
+    @property
+    def stops(self) -> list[int]:
+        """The steps inside a round after which the workers meet."""
+        return round_stops(sync_every=self.sync_every, fragments=self.fragments, delay=self.delay)
 
     @property
     def gradient_size(self) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
+from palsgd.draws import round_stops
 from palsgd.lab.building import learning_rate_factor
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads import WORKLOADS
@@ -52,7 +53,13 @@ class Outlook:
         return range(start, min(start + self.method.sync_every, self.steps))
 
     def plan(self, worker: int, round: int) -> list[bool]:
-        return self.method.plan(worker=worker, round=round)[: len(self.steps_of(round))]
+        stops = round_stops(
+            sync_every=self.method.sync_every,
+            fragments=self.settings.fragments,
+            delay=self.settings.delay,
+        )
+        plan = self.method.plan(worker=worker, round=round, stops=stops)
+        return plan[: len(self.steps_of(round))]
 
     def gradients(self, steps: int) -> float:
         """Expected for one worker in this many steps of the local phase."""
