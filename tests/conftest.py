@@ -8,6 +8,13 @@ from support.patience import factor, patient  # noqa: E402
 from support.world import World  # noqa: E402
 
 
+def pytest_configure():
+    try:
+        factor()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
 def pytest_collection_modifyitems(config, items):
     """The limit for each test follows PALSGD_TEST_PATIENCE as the limits inside tests do."""
     if factor() != 1 and config.getoption("timeout") is None:
