@@ -25,8 +25,8 @@ from common import machine
 from torch import Tensor, nn
 
 import palsgd
-from palsgd.cluster import Clockwork, Cluster, Work
-from palsgd.cluster.counts import Planned
+from palsgd.cluster import Cluster, TimeSimulation, Work
+from palsgd.cluster.gradient_counts import Planned
 from palsgd.lab.links import Link, Network, unavailable
 
 LAYERS, WIDTH = 8, 131_072  # a million parameters
@@ -172,7 +172,7 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
     )  # fmt: skip
     work = Work.of(opt)
     counts = Planned(opt.method, workers, work.stops)
-    machine = Clockwork(cluster, work, end=steps_of(job), counts=counts)
+    machine = TimeSimulation(cluster, work, end=steps_of(job), counts=counts)
     machine.run_until(steps_of(job))
     return list(zip(machine.projection.clocks, machine.projection.times, strict=True))
 

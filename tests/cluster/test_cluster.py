@@ -12,9 +12,9 @@ from torch import nn
 
 import palsgd
 from palsgd.cluster import Cluster, Work
-from palsgd.cluster.counts import Drawn, Planned
+from palsgd.cluster.gradient_counts import Drawn, Planned
 from palsgd.draws import round_stops
-from palsgd.lab.outlook import expected_most
+from palsgd.lab.forecast import expected_most
 from palsgd.pseudo_async import PseudoAsync
 
 MODEL = 8_054_656
@@ -209,7 +209,7 @@ def test_delay_fragments_and_mixing_agree_with_the_tick_by_tick_twin(delay, frag
     stops = round_stops(sync_every=16, fragments=fragments, delay=delay)
     assert job.stops == stops
     counts = Planned(method, place.workers, stops)
-    machine = palsgd.cluster.Clockwork(place, job, end=70, counts=counts)
+    machine = palsgd.cluster.TimeSimulation(place, job, end=70, counts=counts)
     machine.run_until(70)
     plan = partial(method.plan, stops=stops)
     expected = twin(place, job, 70, lambda worker, round: plan(worker=worker, round=round))

@@ -1,6 +1,7 @@
 """The command line: help, bad input, output for people, and what happens when something breaks."""
 
 import re
+import subprocess
 import sys
 from itertools import count
 
@@ -8,12 +9,16 @@ import pytest
 import torch
 import yaml
 
-from palsgd.lab import cli, progress, workloads
-from support.commands import apart, lines, palsgd, summary
+from palsgd import progress
+from palsgd.lab import cli, workloads
+from palsgd.lab.cli import run_commands
+from support.commands import apart, environment, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
 COMMANDS = [each.name or each.callback.__name__ for each in cli.app.registered_commands] + [
-    f"data {each.name or each.callback.__name__}" for each in cli.data_app.registered_commands
+    f"{name} {each.name or each.callback.__name__}"
+    for name, group in {"data": cli.data_app, "bench": cli.bench_app}.items()
+    for each in group.registered_commands
 ]
 
 
@@ -43,11 +48,25 @@ def test_every_command_shows_an_example(command):
     assert f"Example: palsgd {command}" in " ".join(said.out.split())
 
 
+def test_help_is_shown_without_importing_torch():
+    code = (
+        "import sys\n"
+        "from palsgd.lab.cli import app\n"
+        f"for command in {['', 'data', 'bench', *COMMANDS]!r}:\n"
+        "    app([*command.split(), '--help'], standalone_mode=False)\n"
+        "    assert 'torch' not in sys.modules, command\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage:") == len(COMMANDS) + 3
+
+
 def test_examples_are_accepted_as_they_stand(tmp_path, monkeypatch):
     """All but what they run: flags and settings are read, nothing starts."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    monkeypatch.setattr(cli, "_run", lambda runs, *args, **kwargs: ran.append(runs))
+    monkeypatch.setattr(run_commands, "_run", lambda runs, *args, **kwargs: ran.append(runs))
     for command in ("demo", "train", "compare", "sweep"):
         example = re.search(r"Example: palsgd (.*)", palsgd(command, "--help").out).group(1)
         assert palsgd(*example.split()).code == 0
@@ -77,7 +96,10 @@ def test_recipes_lists_all_recipes_and_grids():
         ("train digitz", "recipe 'digitz' is unknown; did you mean 'digits'?"),
         ("compare storys", "did you mean 'stories'?"),
         ("train digits workload=digitz --simulate", "did you mean 'digits'?"),
-        ("train digits --method palsdg", "method='palsdg' is unknown; use one of ddp, localsgd"),
+        (
+            "train digits --method palsdg",
+            "method='palsdg' is unknown; use one of 'ddp', 'localsgd'",
+        ),
         ("compare digits --methods ddp,palsdg", "method='palsdg' is unknown"),
         ("train digits stepz=3", "there is no setting 'stepz'; did you mean 'steps'?"),
         ("sweep digits sync_evry=3,4", "there is no setting 'sync_evry'; did you mean"),
@@ -95,7 +117,7 @@ def test_recipes_lists_all_recipes_and_grids():
         ("train digits lr", "'lr' is not of the form field=value"),
         ("train", "recipe"),
         ("trian digits", "train"),
-        ("train digits --device gpu", "device='gpu' is unknown; use one of auto, cpu, cuda"),
+        ("train digits --device gpu", "device='gpu' is unknown; use one of 'auto', 'cpu'"),
         ("train cifar10-cnn --simulate", "no CIFAR-10 in data/cifar10: looked for"),
         ("train cifar10-cnn --simulate --data nowhere", "nowhere"),
         ("report nowhere", "there is no folder nowhere"),
@@ -190,7 +212,7 @@ def eager(monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, eager):
-    with progress.Bar("digits palsgd", 10) as bar:
+    with progress.ProgressBar("digits palsgd", 10) as bar:
         for step in range(1, 4):
             bar.at(step)
     said = capsys.readouterr().err.splitlines()
@@ -198,14 +220,27 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, eager):
     assert re.fullmatch(r"digits palsgd: 1/10 steps, [\d.e-]+/s, \d+ s left", said[0])
 
 
-def test_progress_is_a_bar_on_a_terminal(capsys, eager, monkeypatch):
+def test_progress_is_a_bar_on_a_terminal_that_is_gone_afterwards(capsys, eager, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with progress.Bar("digits palsgd", 10) as bar:
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress.ProgressBar("digits palsgd", 10) as bar:
+        bar.at(5, "a long note")
+        bar.at(6)
+        first, second = capsys.readouterr().err.split("\r")[1:]
+    assert re.match(
+        r"digits palsgd \[#{15}\.{15}\] 5/10 steps, \S+/s, \d+ s left a long note", first
+    )
+    assert re.match(r"digits palsgd \[#{18}\.{12}\] 6/10 steps, .* left +$", second)
+    assert len(second) == len(first)
+    assert re.fullmatch(r"\r +\r", capsys.readouterr().err)
+
+
+def test_a_bar_is_no_wider_than_its_terminal(capsys, eager, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    with progress.ProgressBar("digits palsgd", 10) as bar:
         bar.at(5)
-        assert bar._rich is not None
-        assert bar._rich[0].tasks[0].completed == 5
-    assert bar._rich[0].finished is False
+        assert len(capsys.readouterr().err.removeprefix("\r")) == 29
 
 
 def test_a_simulated_run_tells_how_far_it_is_and_quiet_ones_do_not(tmp_path, monkeypatch):

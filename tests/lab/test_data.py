@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from palsgd.lab.data import crops, images, tokens
-from palsgd.lab.data.files import fetch, written_whole
+from palsgd.lab.data.download import fetch
 from palsgd.lab.data.grammar import Grammar, Rule, Slot
 from palsgd.lab.data.sharding import batch_indices, random_stream
 from palsgd.lab.data.stories import GRAMMAR
@@ -242,21 +242,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         ValueError, match=r"could not write tokens into .*file/out .*; copy the texts"
     ):
         tokens.prepare(write_texts(tmp_path / "text"), tmp_path / "file" / "out", TOKENIZER)
-
-
-def test_an_interrupted_file_leaves_the_old_one(tmp_path):
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(b"old")
-
-    def interrupted():
-        with written_whole(path) as file:
-            file.write(b"new")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [p.name for p in tmp_path.iterdir()] == ["tokens.bin"]
-    assert path.read_bytes() == b"old"
 
 
 def test_tokens_that_do_not_fit_their_record_are_refused(tmp_path):

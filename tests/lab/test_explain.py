@@ -14,9 +14,9 @@ from torch import nn
 
 import palsgd
 from palsgd.lab import workloads
-from palsgd.lab.building import build_optimizer
 from palsgd.lab.explain import MOST_ROWS, explain, remarks
-from palsgd.lab.outlook import EXAMPLES, expected_most, method_of, outlook, parameters_of
+from palsgd.lab.factory import build_optimizer
+from palsgd.lab.forecast import expected_most, forecast, method_of, parameters_of
 from palsgd.lab.settings import METHODS, Settings
 from palsgd.transport import Alone, ambient
 
@@ -49,7 +49,7 @@ def figure(settings, name, column):
 
 
 def remarked(settings=QUIET, **changes):
-    return remarks(outlook(replace(settings, **changes)))
+    return remarks(forecast(replace(settings, **changes)))
 
 
 @pytest.fixture(scope="module", params=["independent", "balanced", "shared"])
@@ -176,7 +176,7 @@ def test_the_expected_most_is_that_over_all_outcomes(workers, coins, chance):
 
 def test_the_slowest_of_many_drawn_rounds_is_as_expected():
     settings = replace(QUIET, workers=8, sync_every=16, mix_prob=0.1, draws="independent")
-    ahead = outlook(replace(settings, steps=16 * 500 + 5))
+    ahead = forecast(replace(settings, steps=16 * 500 + 5))
     slowest = [max(ahead.plan(k, r).count(False) for k in range(8)) for r in range(500)]
     assert sum(slowest) / 500 / 14.4 - 1 == pytest.approx(ahead.excess, abs=0.005)
     assert figure(settings, "slowest worker over the mean, independent", 1) == "+9.7%"
@@ -197,7 +197,7 @@ def test_gradients_of_the_run_are_the_warm_up_and_a_share_of_the_rest():
 
 def test_bytes_are_those_the_ledger_counts(trained):
     settings, result = trained
-    ahead = outlook(settings)
+    ahead = forecast(settings)
     assert {4 * ahead.sync_numbers} == {e["bytes_sent"] for e in result.ledger.history}
 
 
@@ -226,13 +226,25 @@ def test_parameters_are_those_of_the_papers_models():
 
 @pytest.mark.parametrize("name", ["digits", "stories"])
 def test_examples_are_those_of_the_loaded_workload(name):
-    assert EXAMPLES[name] == workloads.load(name).examples
+    assert workloads.kind(name).examples == workloads.load(name).examples
+
+
+def test_an_unknown_workload_is_refused_instead_of_having_epochs_of_length_zero():
+    settings = replace(QUIET, workload="digitz", steps=None, epochs=2)
+    with pytest.raises(ValueError, match="workload 'digitz' is unknown; did you mean 'digits'"):
+        forecast(settings, parameters=1)
+
+
+def test_an_epoch_with_fewer_examples_than_a_step_takes_is_refused():
+    settings = replace(QUIET, steps=None, epochs=2)
+    with pytest.raises(ValueError, match=r"an epoch of 5 examples has no step: .* or --steps"):
+        forecast(settings, examples=5)
 
 
 def test_epochs_become_steps():
     settings = replace(QUIET, steps=None, epochs=2)
-    assert outlook(settings).steps == 2 * (1437 // 24)
-    assert outlook(settings, examples=2400).steps == 200
+    assert forecast(settings).steps == 2 * (1437 // 24)
+    assert forecast(settings, examples=2400).steps == 200
 
 
 def test_ddp_has_no_rounds_and_no_mixing():
@@ -269,11 +281,11 @@ def test_the_largest_mix_rate_that_fits_is_accepted_and_more_refused():
 def test_beta_follows_the_schedule_of_the_local_phase():
     # half a cosine over 325 steps, of which the local phase has all but the first 165
     settings = replace(QUIET, schedule="cosine", warmup_steps=165)
-    low, high = outlook(settings).betas
+    low, high = forecast(settings).betas
     assert high == pytest.approx(0.2 * (1 + math.cos(math.pi * 165 / 325)) / 2)
     assert 0 < low < 1e-4
     rising = replace(QUIET, schedule="cosine", lr_warmup_steps=20)
-    assert outlook(rising).betas[1] == pytest.approx(0.2)
+    assert forecast(rising).betas[1] == pytest.approx(0.2)
 
 
 REMARKS = {

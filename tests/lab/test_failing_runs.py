@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from palsgd.lab.summary import compared
+from palsgd.lab.comparison import compared
 from support.commands import apart, palsgd, summary
 
 SHORT = ("inner=sgd", "steps=24", "workers=2", "sync_every=8", "warmup_steps=4")

@@ -14,13 +14,13 @@ import pytest
 import torch
 import yaml
 
-from palsgd.lab import collection, workloads
-from palsgd.lab.collection import Options, run_all
-from palsgd.lab.files import RunFolder
+from palsgd.lab import run_set, workloads
 from palsgd.lab.report import find_runs, write_report
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.run_set import Options, run_all
 from palsgd.lab.settings import METHODS, Settings
 from palsgd.lab.summary import summarize
-from palsgd.lab.training import WARMUP_LINES, Trainer
+from palsgd.lab.trainer import WARMUP_LINES, Trainer
 from support.commands import (
     apart,
     lines,
@@ -67,8 +67,8 @@ LINE_KEYS = {
     "agreement",
 }  # fmt: skip
 MACHINE_KEYS = {
-    "schema", "palsgd", "torch", "device", "simulated", "engine", "metric", "higher_is_better",
-    "floor", "parameters",
+    "schema", "palsgd", "commit", "dirty", "command", "torch", "device", "simulated", "engine",
+    "metric", "higher_is_better", "floor", "parameters",
 }  # fmt: skip
 
 
@@ -421,7 +421,7 @@ def test_under_torchrun_its_processes_are_the_workers(real, tmp_path):
 def test_under_torchrun_the_first_rank_alone_writes_the_collections_files(tmp_path, monkeypatch):
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(collection, "_launch", lambda *args: None)
+    monkeypatch.setattr(run_set, "_launch", lambda *args: None)
     run_all({"palsgd": Settings(workload="digits", workers=2, steps=4)}, tmp_path, Options())
     assert not list(tmp_path.rglob("*.*"))
 
@@ -521,7 +521,7 @@ def test_finished_points_of_a_sweep_are_not_run_again(tmp_path):
 
 
 def test_a_stopped_sweep_keeps_its_finished_points(tmp_path, monkeypatch):
-    simulate, calls = collection.simulate_runs, []
+    simulate, calls = run_set.simulate_runs, []
 
     def stop_at_the_third(runs, **options):
         calls.append(runs)
@@ -529,7 +529,7 @@ def test_a_stopped_sweep_keeps_its_finished_points(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         simulate(runs, **options)
 
-    monkeypatch.setattr(collection, "simulate_runs", stop_at_the_third)
+    monkeypatch.setattr(run_set, "simulate_runs", stop_at_the_third)
     words = ("sweep", "digits", "sync_every=2,3,4,6", *TINY, "--out", tmp_path)
     said = palsgd(*words)
     assert said.code == 130
@@ -602,7 +602,7 @@ FEW = {"workers": 2, "batch_size": 2, "micro_batches": 1, "steps": 4, "sync_ever
 def test_every_recipe_starts_on_a_small_problem(name, tmp_path, monkeypatch):
     """Its optimizers, schedule and mixing; the workloads themselves are in test_workloads.py."""
     digits = workloads.load("digits")
-    monkeypatch.setattr(collection, "load", lambda *args, **kwargs: digits)
+    monkeypatch.setattr(run_set, "load", lambda *args, **kwargs: digits)
     run = workloads.recipe(name).changed({**FEW, "precision": "fp32"})
     found = run_all({"palsgd": run}, tmp_path, Options(simulate=True, quiet=True))
     assert found["palsgd"]["steps"] == 4

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from palsgd.cluster.network import ring_bytes
 from palsgd.lab import bench_link
 from palsgd.lab.links import Link, Network, unavailable
 from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
-from palsgd.lab.links.projection import ring_bytes, ring_s
+from palsgd.lab.links.link import modelled_ring_seconds
 from support.commands import palsgd, started, summary, wait_for
 from support.holding import holder
 from support.patience import patient
@@ -200,7 +201,7 @@ def test_an_all_reduce_over_gloo_gives_the_sum_and_sends_what_a_ring_sends():
         network.run(command, timeout=patient(120))
         sent = network.bytes_sent()
     for each in sent:
-        assert 1.0 <= each / ring_bytes(1e6, workers=3) < 1.2
+        assert 1.0 <= each / ring_bytes(3, 1e6) < 1.2
 
 
 @emulated
@@ -440,7 +441,7 @@ def test_ctrl_c_ends_bench_link_with_one_line_and_nothing_behind(tmp_path):
         (["--rate", "fast"], "rate='fast' is no rate from 8kbit to 1000gbit; write for instance"),
         (["--rate", "1.2.3mbit"], "rate='1.2.3mbit' is no rate"),
         (["--slow-worker", "0mbit"], "rate='0mbit' is no rate"),
-        (["--latency", "-1"], "delay_ms=-1.0 must be a number >= 0"),
+        (["--latency", "-1"], "latency='-1' must be a time of 0 ms or more"),
         (["--loss", "1"], "loss=1.0 must be a share in [0, 1), for instance 0.01"),
         (["--lossy", "nan"], "loss=nan must be a share"),
         (["--methods", "ddp,sgd"], "method='sgd' is unknown"),
@@ -504,15 +505,19 @@ def test_the_rings_bytes_and_hops_are_those_of_a_ring_that_is_walked_through(wor
                 sent[k] += packet.nbytes
             hops += 1
     np.testing.assert_allclose(held, np.broadcast_to(parts.sum(0), held.shape))
-    assert set(sent) == {ring_bytes(parts[0].nbytes, workers)}
+    assert set(sent) == {ring_bytes(workers, parts[0].nbytes)}
     links = [Link("8mbit", delay_ms=3.0)] * workers
-    assert ring_s(parts[0].nbytes, links) == pytest.approx(sent[0] / 1e6 + hops * 3e-3)
+    assert modelled_ring_seconds(links, parts[0].nbytes) == pytest.approx(
+        sent[0] / 1e6 + hops * 3e-3
+    )
 
 
 def test_the_slowest_link_sets_the_pace_and_delays_add_up_along_the_ring():
     links = [Link("1gbit", 10.0), Link("10mbit", 0.0), Link(), Link("1gbit", 30.0)]
-    assert ring_s(1e6, links, messages=2) == pytest.approx(1.5 * 8e6 / 10e6 + 2 * 6 * 0.010)
-    assert ring_s(1e6, [Link()] * 4) == 0.0
+    assert modelled_ring_seconds(links, 1e6, messages=2) == pytest.approx(
+        1.5 * 8e6 / 10e6 + 2 * 6 * 0.010
+    )
+    assert modelled_ring_seconds([Link()] * 4, 1e6) == 0.0
 
 
 def test_the_shapers_bucket_is_two_milliseconds_and_holds_two_packets_at_least():

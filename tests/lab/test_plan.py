@@ -10,7 +10,7 @@ from torch import nn
 
 import palsgd as library
 from palsgd.cluster import Cluster, Work
-from palsgd.lab.plan.choices import (
+from palsgd.lab.plan.candidates import (
     SHARE,
     WORTH,
     Task,
@@ -268,7 +268,7 @@ def test_a_recipes_model_is_known_without_measuring(tmp_path):
         (("plan",), "give a recipe to measure, for instance stories, or --step-ms"),
         ((*TOLD, "--rate", "-3mbit"), "rate='-3mbit' must be more than 0 bit/s"),
         ((*TOLD, "--rate", "swift"), "rate='swift' is no rate"),
-        ((*TOLD, "--latency", -1), "latency=-0.001 must be a time of 0 s or more"),
+        ((*TOLD, "--latency", -1), "latency='-1' must be a time of 0 ms or more"),
         ((*TOLD, "--step-ms", 0), "step_ms=0.0 must be more than 0 ms"),
         ((*TOLD, "--parameters", "many"), "parameters='many' is no count"),
         ((*TOLD, "--mix-prob", 1), "mix_prob=1.0 must be a number in [0, 1)"),

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import yaml
 
+from palsgd.lab.comparison import Comparison
+from palsgd.lab.groups import group
 from palsgd.lab.report import find_runs, terminal_table, write_report, write_tensorboard
 from palsgd.lab.report.ablations import ablations
-from palsgd.lab.report.comparing import Comparison
 from palsgd.lab.report.curves import average
 from palsgd.lab.report.formats import GAP, NONE
-from palsgd.lab.report.grouping import group
 from palsgd.lab.report.tables import final_table, settings_table, target_table
 from palsgd.lab.report.timelines import bars, shares
 from palsgd.lab.settings import Settings

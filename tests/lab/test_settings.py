@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from palsgd.lab import workloads
-from palsgd.lab.building import build_optimizer, learning_rate_factor
-from palsgd.lab.collection import grid_of, random_points
+from palsgd.lab.factory import build_optimizer, learning_rate_factor
+from palsgd.lab.run_set import grid_of, random_points
 from palsgd.lab.settings import FIELDS, METHODS, Settings, assignments, parsed
-from palsgd.lab.training import split_batch
+from palsgd.lab.trainer import split_batch
 
 base = Settings(workload="digits", steps=100)
 
@@ -40,7 +40,7 @@ def test_every_field_can_be_given_as_text():
         ({"mix_prob": "1"}, "mix_prob=1"),
         ({"mix_rate": "-1"}, "mix_rate=-1"),
         ({"max_norm": "0"}, "max_norm=0"),
-        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of ddp, localsgd"),
+        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'ddp', 'localsgd'"),
         ({"batch_size": 10, "micro_batches": 4}, "not a multiple of micro_batches=4"),
     ],
 )
@@ -125,7 +125,7 @@ def test_parts_of_a_batch_are_its_parts():
 
 def test_every_recipe_builds_and_its_grids_fit_it():
     names = workloads.recipes()
-    assert {each.workload for each in names.values()} == set(workloads.WORKLOADS)
+    assert {each.workload for each in names.values()} == set(workloads.names())
     for name, fields in workloads.grids().items():
         points = grid_of(names[name.partition("/")[0]], fields)
         assert len(points) == math.prod(len(values) for values in fields.values())

@@ -86,7 +86,7 @@ def loaded(request):
     return load
 
 
-every_workload = pytest.mark.parametrize("name", list(workloads.WORKLOADS))
+every_workload = pytest.mark.parametrize("name", workloads.names())
 
 
 def same(one, other):
@@ -192,9 +192,12 @@ class Tiny(torch.nn.Module):
 
 @every_workload
 def test_a_workload_says_its_name(name):
-    module, kind = workloads.WORKLOADS[name].split(":")
-    cls = getattr(__import__(f"palsgd.lab.workloads.{module}", fromlist=[kind]), kind)
-    assert cls.name == name
+    assert workloads.kind(name).name == name
+
+
+@every_workload
+def test_a_workload_says_how_many_examples_an_epoch_has_before_it_is_loaded(name):
+    assert workloads.kind(name).examples > 1000
 
 
 def write_everything(root):
@@ -378,11 +381,11 @@ def test_a_folder_with_several_data_sets_serves_all(tmp_path, imagenette):
 
 
 def test_there_is_a_recipe_for_every_workload_and_a_workload_for_every_recipe():
-    assert set(workloads.WORKLOADS) <= set(workloads.recipes())
+    assert set(workloads.names()) <= set(workloads.recipes())
     for name, recipe in workloads.recipes().items():
         assert isinstance(recipe, Settings)
-        assert recipe.workload in workloads.WORKLOADS
-        assert name.startswith(recipe.workload)
+        assert recipe.workload in workloads.names()
+        assert name == recipe.workload or name.startswith(f"{recipe.workload}-")
         assert (recipe.steps is None) != (recipe.epochs is None)
 
 
@@ -436,9 +439,35 @@ def test_workloads_import_no_heavy_library_before_it_is_needed():
     assert done.stdout.strip() == "[]"
 
 
+def imported_by(code: str) -> set[str]:
+    """The modules that a new process has after this."""
+    code = f"import sys; from palsgd.lab import workloads; {code}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_names_of_workloads_are_listed_without_importing_torch_or_any_of_them():
+    found = imported_by("assert 'digits' in workloads.names()")
+    assert "torch" not in found
+    assert not [name for name in found if name.startswith("palsgd.lab.workloads.")]
+
+
+@pytest.mark.parametrize(
+    ("ask", "module"),
+    [
+        ("recipe('digits')", "digits"),
+        ("recipe('cifar10-cnn-k64')", "cifar10_cnn"),
+        ("grid('cifar10-cnn/K')", "cifar10_cnn"),
+        ("kind('stories')", "stories"),
+    ],
+)
+def test_asking_for_one_workload_imports_that_one_alone(ask, module):
+    found = imported_by(f"workloads.{ask}")
+    inside = [name for name in found if name.startswith("palsgd.lab.workloads.")]
+    assert inside == [f"palsgd.lab.workloads.{module}"]
+
+
 def test_every_workload_takes_the_same_arguments():
-    for name, place in workloads.WORKLOADS.items():
-        module, kind = place.split(":")
-        cls = getattr(__import__(f"palsgd.lab.workloads.{module}", fromlist=[kind]), kind)
-        parameters = list(inspect.signature(cls).parameters)
+    for name in workloads.names():
+        parameters = list(inspect.signature(workloads.kind(name)).parameters)
         assert parameters == ["data", "device", "seed", "download", "progress"], name

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from palsgd.lab.comparison import to_target
 from palsgd.lab.settings import METHODS, Settings
 
 # How fast and how far each method learns here: decay per thousand steps, loss at the end.
@@ -60,7 +61,9 @@ def write_comparison(folder: Path, *, methods=METHODS, **settings) -> Path:
     for method in methods:
         text = (folder / method / "metrics.jsonl").read_text()
         lines = [json.loads(line) for line in text.splitlines()]
-        record = _summary(folder / method) | to_target(lines, ddp["final_metric"])
+        record = _summary(folder / method) | to_target(
+            lines, ddp["final_metric"], higher_is_better=True
+        )
         (folder / method / "summary.json").write_text(json.dumps(record))
         records[method] = record
     (folder / "summary.json").write_text(json.dumps(records))
@@ -80,6 +83,9 @@ def config(settings: Settings, *, simulated: bool = False, floor: float | None =
     return asdict(settings) | {
         "schema": 1,
         "palsgd": "0.2.0",
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "dirty": False,
+        "command": "palsgd compare digits",
         "torch": "2.11.0",
         "device": "AMD EPYC, 2 cores",
         "simulated": simulated,
@@ -119,18 +125,6 @@ def summary_of(settings: Settings, lines: list[dict], *, simulated: bool = False
         "metric_at_equal_gradients": None, "metric_at_equal_time": None,
         "waiting_s": 0.02 * last["time_s"], "sync_s": 0.05 * last["time_s"],
     }  # fmt: skip
-
-
-def to_target(lines: list[dict], target: float) -> dict:
-    reached = [line for line in lines if (line.get("metric") or -math.inf) >= target]
-    first = reached[0] if reached else {}
-    return {
-        "target": target,
-        "steps_to_target": first.get("step"),
-        "gradient_steps_to_target": first.get("gradient_steps"),
-        "time_to_target_s": first.get("time_s"),
-        "bytes_to_target": first.get("bytes_sent"),
-    }
 
 
 def _train(settings: Settings, rng: np.random.Generator, *, simulated: bool):

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -19,18 +21,18 @@ from palsgd.theory import (
     Quadratic,
     RandomSource,
     Setting,
+    bound_terms,
     explicit_bound,
     run,
     spectrum,
-    terms,
 )
+from palsgd.theory.algorithm import WeightedMean, plans
 from palsgd.theory.fits import Measured, power_law, quantile
 from palsgd.theory.lemmas import ALGORITHM, DEFINED, STATED, Trajectory, all_checks, judge, lemma2
-from palsgd.theory.running import WeightedMean, plans
-from palsgd.theory.setting import theorem_setting
-from palsgd.theory.studies import Lab
+from palsgd.theory.studies import StudyContext
+from palsgd.theory.theorem import theorem_setting
+from support.commands import environment, strict_json
 from support.commands import palsgd as command
-from support.commands import strict_json
 
 DRAWS = ("independent", "balanced", "shared")
 PROBLEMS = {
@@ -274,13 +276,13 @@ def test_alpha_eta_and_the_bound_are_those_of_the_theorem():
 
 
 def test_where_the_theorem_names_no_alpha_its_largest_stands_in_and_this_is_said():
-    lab = small_lab(Quadratic.of(torch.ones(2), sigma=1e4))
-    assert lab.setting.lr == 0.5 / (48 * 4)
-    assert "the theorem names no step size" in terms.convergence(lab).notes[1]
+    context = small_context(Quadratic.of(torch.ones(2), sigma=1e4))
+    assert context.setting.lr == 0.5 / (48 * 4)
+    assert "the theorem names no step size" in bound_terms.convergence(context).notes[1]
 
 
 def test_runs_that_diverge_are_said_to():
-    (note,) = terms.convergence(small_lab(lr=1.9, steps=6000, runs=8)).notes
+    (note,) = bound_terms.convergence(small_context(lr=1.9, steps=6000, runs=8)).notes
     assert "diverged" in note
 
 
@@ -349,31 +351,31 @@ def test_one_step_that_fails_makes_the_whole_fail():
 # -- the lemmas --------------------------------------------------------------------------------
 
 
-def small_lab(problem=None, *, runs=400, **changes):
+def small_context(problem=None, *, runs=400, **changes):
     problem = problem or Quadratic.of(spectrum("linear", 2, 0.5, 1.0), sigma=1.0)
     setting = theorem_setting(problem, **{
         "workers": 4, "steps": 256, "sync_every": 4, "mix_prob": 0.5, "distance": 1.0, **changes,
     })  # fmt: skip
-    return Lab(problem=problem, setting=setting, distance=1.0, runs=runs, seed=3)
+    return StudyContext(problem=problem, setting=setting, distance=1.0, runs=runs, seed=3)
 
 
 def test_the_measured_variance_of_g_is_its_formula():
     """At the first step of a round, where nobody has departed: ((sigma^2 + p |grad F|^2)/(1-p))/K.
     Later the paper's own definition, with 1/K in its mixing term, has another."""
-    lab = small_lab(runs=20_000)
-    problem, p = lab.problem, lab.setting.mix_prob
-    path = Trajectory(lab, problem, replace(lab.setting, steps=2), form=ALGORITHM,
-                      distance=1.0, runs=lab.runs)  # fmt: skip
+    context = small_context(runs=20_000)
+    problem, p = context.problem, context.setting.mix_prob
+    path = Trajectory(context, problem, replace(context.setting, steps=2), form=ALGORITHM,
+                      distance=1.0, runs=context.runs)  # fmt: skip
     first = path["variance"][0]
     slope = problem.gradient(problem.start(1.0)).square().sum().item()
-    exact = (problem.sigma**2 + p * slope) / (1 - p) / lab.setting.workers
-    assert abs(first.mean() - exact) < 4 * first.std() / math.sqrt(lab.runs)
+    exact = (problem.sigma**2 + p * slope) / (1 - p) / context.setting.workers
+    assert abs(first.mean() - exact) < 4 * first.std() / math.sqrt(context.runs)
 
 
 @pytest.mark.parametrize("problem", [None, Logistic.of(2, 0.5, 1.0, rows=16)])
 def test_lemmas_hold_for_the_algorithm_and_fail_as_written_where_documented(problem):
     """Those of docs/theory.md, on both kinds of problem."""
-    found = {(c.claim, c.form, c.where): c.verdict for c in all_checks(small_lab(problem))}
+    found = {(c.claim, c.form, c.where): c.verdict for c in all_checks(small_context(problem))}
     failing = {key[:2] for key, verdict in found.items() if verdict != "holds"}
     assert failing == {
         ("Lemma 3: no departure where (t+1) mod H = 0", STATED),
@@ -393,9 +395,9 @@ def test_lemmas_hold_for_the_algorithm_and_fail_as_written_where_documented(prob
 
 
 def test_with_one_worker_the_papers_definition_is_the_algorithm():
-    lab = small_lab(workers=1, runs=50)
+    context = small_context(workers=1, runs=50)
     paths = [
-        Trajectory(lab, lab.problem, lab.setting, form=form, distance=1.0, runs=50)
+        Trajectory(context, context.problem, context.setting, form=form, distance=1.0, runs=50)
         for form in (ALGORITHM, DEFINED)
     ]
     checks = [lemma2(path, "", "") for path in paths]
@@ -412,20 +414,20 @@ def exponents(study):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_bound_holds_for_every_t(name):
-    line = terms.convergence(small_lab(PROBLEMS[name], runs=50)).lines[0]
+    line = bound_terms.convergence(small_context(PROBLEMS[name], runs=50)).lines[0]
     assert line.x[-1] == 256
     assert all(m.mean + m.half < b for m, b in zip(line.measured, line.bound, strict=True))
 
 
 def test_error_falls_with_workers_as_claimed():
     problem = Quadratic.of(torch.ones(2), sigma=1.0)
-    (found,) = terms.speed_up(small_lab(problem, runs=1600, sync_every=2)).exponents
+    (found,) = bound_terms.speed_up(small_context(problem, runs=1600, sync_every=2)).exponents
     assert abs(found.measured.slope + 1) < 2 * found.measured.half < 0.2
 
 
 def test_the_transient_is_the_proofs_and_not_the_printed_one():
     problem = Quadratic.of(torch.ones(2), sigma=1.0)
-    found = exponents(terms.transient(small_lab(problem, sync_every=2)))
+    found = exponents(bound_terms.transient(small_context(problem, sync_every=2)))
     printed = found["ln error by pT/(kappa H), as the theorem prints it"]
     assert printed.verdict == "worse than claimed"
     proved = found["the same of the weighted mean of F at xbar"]
@@ -448,14 +450,14 @@ def test_scattered_workers_drift_on_a_bent_problem_and_not_on_a_quadratic():
 
 
 def test_without_noise_the_studies_of_noise_say_so():
-    lab = small_lab(Noiseless.like(Quadratic.of(torch.ones(2), sigma=1.0)))
-    for study in (terms.speed_up(lab), terms.by_steps(lab)):
+    context = small_context(Noiseless.like(Quadratic.of(torch.ones(2), sigma=1.0)))
+    for study in (bound_terms.speed_up(context), bound_terms.by_steps(context)):
         assert not study.lines
         assert "sigma = 0" in study.notes[0]
 
 
 def test_a_regime_out_of_reach_is_said_and_not_run():
-    (note,) = terms.by_steps(small_lab(mix_prob=1e-5)).notes
+    (note,) = bound_terms.by_steps(small_context(mix_prob=1e-5)).notes
     assert note.startswith("Not run: the regime where this term dominates needs")
 
 
@@ -552,3 +554,15 @@ def test_impossible_values_are_refused_with_field_and_range(words, said, tmp_pat
     assert found.code == 2
     assert said in found.line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_theory_imports_nothing_of_the_lab():
+    code = (
+        "import pkgutil, sys, palsgd.theory\n"
+        "for each in pkgutil.iter_modules(palsgd.theory.__path__, 'palsgd.theory.'):\n"
+        "    __import__(each.name)\n"
+        "print(*[name for name in sys.modules if name.startswith('palsgd.lab')])\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
+    assert done.stdout.strip() == ""
