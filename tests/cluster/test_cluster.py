@@ -3,6 +3,7 @@
 import itertools
 import math
 import tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import palsgd
 from palsgd.cluster import Cluster, Work
 from palsgd.cluster.gradient_counts import Drawn, Planned
+from palsgd.schedule import round_stops
 from palsgd.lab.forecast import expected_most
 from palsgd.methods.palsgd import PALSGDMethod
 
@@ -204,11 +206,13 @@ def test_delay_fragments_and_mixing_agree_with_the_tick_by_tick_twin(delay, frag
     method = PALSGDMethod(
         sync_every=16, warmup_steps=0, mix_prob=0.25, mix_rate=0.1, draws=draws, seed=5
     )
-    machine = palsgd.cluster.TimeSimulation(
-        place, job, end=70, counts=Planned(method, place.workers)
-    )
+    stops = round_stops(sync_every=16, fragments=fragments, delay=delay)
+    assert job.stops == stops
+    counts = Planned(method, place.workers, stops)
+    machine = palsgd.cluster.TimeSimulation(place, job, end=70, counts=counts)
     machine.run_until(70)
-    expected = twin(place, job, 70, lambda worker, round: method.plan(worker=worker, round=round))
+    plan = partial(method.plan, stops=stops)
+    expected = twin(place, job, 70, lambda worker, round: plan(worker=worker, round=round))
     assert machine.projection.time_s == pytest.approx(expected, rel=1e-12)
 
 
@@ -261,14 +265,22 @@ def test_heavy_tails_have_their_mean_and_their_index():
         assert beyond == pytest.approx(factor**-2.5, rel=0.25)
 
 
-def counts_of(draws: str, *, cuts, workers=50, rounds=400):
+def counts_of(draws: str, *, cuts, stops=(), workers=50, rounds=400):
     drawn = Drawn(
-        workers=workers, sync_every=32, mix_prob=0.2, draws=draws, rng=np.random.default_rng(3)
+        workers=workers,
+        sync_every=32,
+        mix_prob=0.2,
+        draws=draws,
+        stops=stops,
+        rng=np.random.default_rng(3),
     )
-    bounds = [0, *cuts, 32]
-    return np.array(
-        [[drawn.gradients(r, a, b) for a, b in itertools.pairwise(bounds)] for r in range(rounds)]
-    )
+    return stretches_of(drawn, [0, *cuts, 32], rounds)
+
+
+def stretches_of(counts, bounds, rounds):
+    """Gradients by round, stretch and worker."""
+    parts = list(itertools.pairwise(bounds))
+    return np.array([[counts.gradients(r, a, b) for a, b in parts] for r in range(rounds)])
 
 
 @pytest.mark.parametrize("cuts", [[], [8], [1, 10, 31]])
@@ -282,6 +294,47 @@ def test_balanced_counts_are_binomial_for_each_and_equal_for_all(cuts):
     assert stretches.mean(axis=(0, 2)) == pytest.approx(lengths * 0.8, rel=0.03)
     if cuts:  # places are each worker's own
         assert stretches[:, 0].std(axis=1).max() > 0
+
+
+@pytest.mark.parametrize("cuts", [[8], [1, 10, 31]])
+def test_balanced_counts_are_binomial_and_equal_for_all_between_stops(cuts):
+    stretches = counts_of("balanced", cuts=cuts, stops=cuts, rounds=4000)
+    assert (stretches == stretches[:, :, :1]).all()
+    lengths = np.diff([0, *cuts, 32])
+    each = stretches[:, :, 0]
+    assert each.mean(axis=0) == pytest.approx(lengths * 0.8, rel=0.02)
+    assert each.var(axis=0) == pytest.approx(lengths * 0.8 * 0.2, rel=0.1)
+    between = np.corrcoef(each.T)[np.triu_indices(len(lengths), 1)]
+    assert np.abs(between).max() < 4 / math.sqrt(4000)  # stretches are drawn on their own
+
+
+def test_a_stretch_that_is_cut_has_its_number_in_all_and_each_workers_own_on_the_way():
+    stretches = counts_of("balanced", cuts=[3, 20], stops=[8], rounds=2000)
+    assert stretches[:, 0].std(axis=1).max() > 0  # [0, 3): inside the stretch [0, 8)
+    whole = stretches.sum(axis=1)
+    assert (whole == whole[:, :1]).all()
+    assert stretches.mean(axis=(0, 2)) == pytest.approx(np.array([3, 17, 12]) * 0.8, rel=0.02)
+
+
+def law_of(stretches):
+    """The share of rounds with each count of worker 0 in the first stretch and of worker 1 in the
+    second, and of rounds in which both workers have the same count in a stretch."""
+    table = np.zeros((4, 5))
+    np.add.at(table, (stretches[:, 0, 0], stretches[:, 1, 1]), 1 / len(stretches))
+    same = (stretches[:, :, 0] == stretches[:, :, 1]).mean(axis=0)
+    return np.concatenate([table.ravel(), same])
+
+
+@pytest.mark.parametrize("stops", [[], [3], [2, 5]])
+@pytest.mark.parametrize("draws", ["balanced", "independent", "shared"])
+def test_planned_and_drawn_counts_have_the_same_law(draws, stops):
+    rounds, rules = 6000, dict(sync_every=7, mix_prob=0.4, draws=draws)
+    method = PseudoAsync(warmup_steps=0, mix_rate=0.1, seed=5, **rules)
+    planned = Planned(method, 2, stops)
+    drawn = Drawn(workers=2, rng=np.random.default_rng(9), stops=stops, **rules)
+    planned, drawn = (law_of(stretches_of(each, [0, 3, 7], rounds)) for each in (planned, drawn))
+    error = np.sqrt((planned * (1 - planned) + drawn * (1 - drawn)) / rounds)
+    assert (np.abs(planned - drawn) <= 4 * error).all()
 
 
 def test_own_coins_make_the_slowest_as_slow_as_the_exact_law_says():

@@ -68,6 +68,7 @@ class TimeSimulation:
             sync_every=work.sync_every,
             mix_prob=work.mix_prob,
             draws=work.draws,
+            stops=work.stops,
             rng=draws,
         )
         self._compute = cluster.compute(steps)

@@ -43,7 +43,7 @@ class WallClock:
         if self._clockwork is None:
             assert self._found is not None
             work, method = self._found
-            counts = Planned(method, self._cluster.workers)
+            counts = Planned(method, self._cluster.workers, work.stops)
             self._clockwork = TimeSimulation(
                 self._cluster, work, end=self._steps, counts=counts, seed=self._seed
             )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from palsgd import units
 from palsgd.checks import check_choice, check_int, check_mix_prob, check_number
 from palsgd.codecs import BLOCK, find_codec
-from palsgd.schedule import DRAWS
+from palsgd.schedule import DRAWS, round_stops
 from palsgd.methods.palsgd import PALSGDMethod
 
 if TYPE_CHECKING:
@@ -75,6 +75,11 @@ class Work:
     @property
     def is_ddp(self) -> bool:
         return self.warmup_steps == math.inf
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The steps inside a round after which the workers meet."""
+        return round_stops(self.sync_every, self.fragments, self.delay)
 
     @property
     def gradient_size(self) -> int:

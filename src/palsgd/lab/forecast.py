@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
+from palsgd.schedule import round_stops
 from palsgd.lab import workloads
 from palsgd.lab.factory import learning_rate_factor
 from palsgd.lab.settings import Settings
@@ -43,7 +44,13 @@ class Forecast:
         return range(start, min(start + self.method.sync_every, self.steps))
 
     def plan(self, worker: int, round: int) -> list[bool]:
-        return self.method.plan(worker=worker, round=round)[: len(self.steps_of(round))]
+        stops = round_stops(
+            sync_every=self.method.sync_every,
+            fragments=self.settings.fragments,
+            delay=self.settings.delay,
+        )
+        plan = self.method.plan(worker=worker, round=round, stops=stops)
+        return plan[: len(self.steps_of(round))]
 
     def gradients(self, steps: int) -> float:
         """Expected for one worker in this many steps of the local phase."""
