@@ -77,7 +77,9 @@ class PayloadSize:
         messages = []
         for number, (size, codec, gathered) in enumerate(found):
             exact = tail if number == 0 else 0
-            messages.append(self._bytes(size + exact, exact=exact, codec=None if gathered else codec))
+            messages.append(
+                self._bytes(size + exact, exact=exact, codec=None if gathered else codec)
+            )
         return messages
 
     def gathers(self, round: int = 0) -> list[bool]:

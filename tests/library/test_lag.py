@@ -216,7 +216,7 @@ def test_a_peer_that_is_lost_while_a_sync_is_under_way_is_told_and_changes_nothi
     assert clock == 15
     assert message.startswith("worker 0 could not exchange with the others at clock 15")
     np.testing.assert_array_equal(before, after)
-    assert own["rank 0"]["flight"] is None  # what can still be saved is
+    assert own["rank 0"]["pending"] is None  # what can still be saved is
 
 
 def some_ranks_job():
@@ -433,11 +433,3 @@ def test_a_state_cut_into_other_fragments_is_refused():
     other = build(linear(), transport=palsgd.Alone(), fragments=3)
     with pytest.raises(ValueError, match="saved with fragments=2, here 3"):
         other.load_state_dict(state, strict=False)
-
-
-def test_vectorized_simulation_says_what_it_leaves_to_the_exact_engine():
-    with pytest.raises(ValueError, match="delay=2 is for the exact engine"):
-        palsgd.simulate(
-            workers=2, steps=12, model=linear, loss=mse, data=lambda k: iter(batches(k) * 9),
-            method=lambda m: build(m, delay=2), vectorize=True,
-        )  # fmt: skip

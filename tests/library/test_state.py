@@ -484,7 +484,7 @@ class Interrupted(palsgd.Alone):
     def __init__(self, stop_at):
         self.left = stop_at
 
-    def average(self, tensors):
+    def mean(self, message):
         self.left -= 1
         if self.left == 0:
             raise KeyboardInterrupt

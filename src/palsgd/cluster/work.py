@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from palsgd import units
 from palsgd.checks import check_choice, check_int, check_mix_prob, check_number
 from palsgd.codecs import BLOCK, find_codec
-from palsgd.schedule import DRAWS, round_stops
 from palsgd.methods.palsgd import PALSGDMethod
+from palsgd.schedule import DRAWS, round_stops
 
 if TYPE_CHECKING:
     from palsgd.optimizer import LocalOptimizer

@@ -12,7 +12,6 @@ from palsgd.checks import check_int
 from palsgd.lab.forecast import Forecast, forecast
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
-from palsgd.methods.palsgd import PALSGDMethod
 
 MOST_ROWS = 16  # workers shown of a round
 

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
-from palsgd.schedule import round_stops
 from palsgd.lab import workloads
 from palsgd.lab.factory import learning_rate_factor
 from palsgd.lab.settings import Settings
@@ -15,6 +14,7 @@ from palsgd.layout import fragments
 from palsgd.method import Method
 from palsgd.methods.palsgd import PALSGDMethod
 from palsgd.roll_call import RollCall
+from palsgd.schedule import round_stops
 
 
 @dataclass(frozen=True, kw_only=True)
