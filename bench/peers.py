@@ -20,7 +20,8 @@ Phases (--phases, in this order; results are merged into --out):
 
 What compression, overlap and draws cost in loss over several seeds is bench/quality.py's to say.
 Time to target is steps to target (quality) times seconds per step (pace). Peers are installed
-into --peers at run time, but not with --tiny; EXO Gym, which runs on loopback only, from a checkout (--exogym).
+into --peers at run time, but not with --tiny; EXO Gym, which runs on loopback only, comes from a
+checkout (--exogym). A record that is merged says under "made_at" which commit each phase is of.
 Emulated links need root on Linux; without, only --rates loopback can be had.
 """
 
@@ -70,6 +71,8 @@ class Bench:
         self.found: dict = {}
         if args.out and args.out.exists():
             self.found = json.loads(args.out.read_text())
+        if not args.phases:  # its tables again: the record stays what it is
+            return
         self.found |= provenance("cpu", tiny=args.tiny) | {
             "peers": versions(args.peers),
             "not_installed": [],
@@ -328,8 +331,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one untimed")
     parser.add_argument("--scaling-rate", default="100mbit")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
-    beside = Path(tempfile.gettempdir(), "palsgd-peers")
-    parser.add_argument("--peers", type=Path, default=beside, help="where peers are installed")
+    parser.add_argument("--peers", type=Path, help="where peers are installed")
     parser.add_argument("--exogym", type=Path, help="a checkout of github.com/exo-explore/gym")
     add_record_options(parser)
     args = parser.parse_args()
@@ -343,6 +345,8 @@ def arguments() -> argparse.Namespace:
             parser.error(f"--{name}: {unknown[0]!r} is unknown; use some of {','.join(known)}")
         setattr(args, name, [each for each in known if each in asked])
     args.rates = args.rates.split(",")
+    if args.peers is None:  # with --tiny: a folder without any
+        args.peers = HERE if args.tiny else Path(tempfile.gettempdir(), "palsgd-peers")
     return args
 
 
@@ -352,10 +356,12 @@ def main() -> None:
         install(args.peers)
     bench = Bench(args)
     for phase in args.phases:
+        bench.found.setdefault("made_at", {})[phase] = bench.found["commit"]
         getattr(bench, phase)()
     print(report(bench.found))
-    print(last_line(bench.found))
-    save(bench.found, args.out)
+    if args.phases:
+        print(last_line(bench.found))
+        save(bench.found, args.out)
 
 
 if __name__ == "__main__":
