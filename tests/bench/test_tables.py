@@ -68,6 +68,21 @@ def test_a_table_nobody_makes_is_refused(tmp_path):
     assert "table: nobody is unknown; use one of step-summary" in done.stderr
 
 
+def test_the_table_of_syncs_has_a_row_for_each_contender_of_each_case(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import tables
+
+    ms = {"median": 20.0, "least": 19.0, "most": 21.5}
+    over = {"localsgd": {"torch": ms}, "diloco": {"torch": ms, "localsgd": ms}}
+    case = {"parameters": 8054656, "processes": 4, "ms": {"localsgd": ms, "torch": ms}}
+    record = {"rows": [case | {"over": over}]}
+    (tmp_path / "sync-2cores.json").write_text(json.dumps(record))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    rows = tables.TABLES["sync"]().splitlines()[2:]
+    assert rows[0].startswith("| 8,054,656, 4 | localsgd | 20.0 (19.0, 21.5) |  | 20.00 (")
+    assert len(rows) == 2
+
+
 @pytest.mark.parametrize("name", named_records())
 def test_a_record_that_the_text_names_is_there(name):
     assert name in records(), f"bench/README.md names results/{name}.json, which is missing"
