@@ -68,6 +68,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args, self.size = args, SIZES["tiny" if args.tiny else "full"]
         self.size_name = "tiny" if args.tiny else "full"
+        self.workers = 2 if args.tiny else WORKERS
         self.found: dict = {}
         if args.out and args.out.exists():
             self.found = json.loads(args.out.read_text())
@@ -78,7 +79,7 @@ class Bench:
             "not_installed": [],
             "untimed": {},
             "size": dataclasses.asdict(self.size),
-            "workers": WORKERS,
+            "workers": self.workers,
         }
 
     # -- training --------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ class Bench:
     def _exogym(self, steps: int) -> dict:
         order = {"source": str(self.args.exogym), "peers": str(self.args.peers)}
         order |= {"size": self.size_name, "steps": steps, "sync_every": self.size.sync_every}
-        order |= {"workers": WORKERS, "outer": CONTENDERS["torchft"].settings["outer"]}
+        order |= {"workers": self.workers, "outer": CONTENDERS["torchft"].settings["outer"]}
         command = [sys.executable, str(HERE / "exogym_diloco.py"), json.dumps(order)]
         timeout = self.args.timeout
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -236,7 +237,8 @@ class Bench:
             else:
                 yield name, contender
 
-    def _run(self, script: str, order: dict, rate: str, workers: int = WORKERS) -> list[dict]:
+    def _run(self, script: str, order: dict, rate: str, workers: int | None = None) -> list[dict]:
+        workers = workers or self.workers
         return run_workers(script, order, workers=workers, rate=rate, timeout=self.args.timeout)
 
     def _keep(self, found: dict, *where: str) -> None:
