@@ -22,7 +22,7 @@ from typing import Any
 from common import add_record_options, provenance, save, summary
 
 from palsgd.lab.links import Link, Network
-from palsgd.lab.links.projection import ring_s
+from palsgd.lab.links.link import modelled_ring_seconds
 
 COMMON = "stories-1m batch_size=4 --workers 4 --steps 32 --sync-every 16"
 CASES = {
@@ -44,7 +44,7 @@ RING_COLUMNS = ("links", "ms, median", "repeats", "in theory", "ratio")
 BARE = """
 import json, sys
 import torch.distributed as dist
-from palsgd.lab.links.timing import ring_seconds
+from palsgd.lab.links.worker_main import ring_seconds
 dist.init_process_group("gloo")
 print(json.dumps(ring_seconds(int(sys.argv[1]))))
 dist.destroy_process_group()
@@ -96,7 +96,7 @@ def measured(options: str, *, tiny: bool) -> dict[str, Any]:
 def bare_ring(link: Link, size: int) -> tuple[str, ...]:
     with Network(4, link) as network:
         done = network.run([sys.executable, "-c", BARE, str(size)])
-    times, theory = json.loads(done[0].stdout), ring_s(size, [link] * 4)
+    times, theory = json.loads(done[0].stdout), modelled_ring_seconds([link] * 4, size)
     found = statistics.median(times)
     words = f"{link.rate or 'no limit'}, {link.delay_ms:g} ms"
     ratio = f"{found / theory:.2f}" if theory else ""

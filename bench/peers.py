@@ -206,7 +206,7 @@ class Bench:
 
     def _scaling(self) -> dict:
         from palsgd.lab.links import Link
-        from palsgd.lab.links.projection import ring_s
+        from palsgd.lab.links.link import modelled_ring_seconds
 
         rate = self.args.scaling_rate
         result: dict = {"rate": rate, "measured": {}}
@@ -217,7 +217,7 @@ class Bench:
             size = result["bytes"] = ranks[0]["bytes"]
             found = {"sync_s": statistics.median(slowest)}
             if rate != LOOPBACK:
-                found["ring_s"] = ring_s(size, [Link(rate)] * workers)
+                found["ring_s"] = modelled_ring_seconds([Link(rate)] * workers, size)
             result["measured"][str(workers)] = found
         return result | fitted({int(k): each["sync_s"] for k, each in result["measured"].items()})
 
@@ -296,12 +296,14 @@ def drawn_excess(workers: int, every: int, mix_prob: float, rounds: int) -> floa
 
 
 def fitted(seconds: dict[int, float]) -> dict:
-    """A ring's two costs from the syncs measured: one of the bytes, 2 (K - 1) / K of them sent by
-    each worker, one of each of its 2 (K - 1) hops; and what they give for more workers."""
+    """A ring's two costs from the syncs measured, one of the bytes that each worker sends and one
+    of each hop; and what they give for more workers."""
     import numpy as np
 
+    from palsgd.cluster.network import ring_bytes, ring_hops
+
     def terms(workers: int) -> list[float]:
-        return [2 * (workers - 1) / workers, 2 * (workers - 1)]
+        return [ring_bytes(workers, 1.0), ring_hops(workers)]
 
     table, measured = np.array([terms(k) for k in seconds]), np.array(list(seconds.values()))
     costs, *_ = np.linalg.lstsq(table, measured, rcond=None)

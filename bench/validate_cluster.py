@@ -26,8 +26,8 @@ from common import add_record_options, provenance, save, summary
 from torch import Tensor, nn
 
 import palsgd
-from palsgd.cluster import Clockwork, Cluster, Work
-from palsgd.cluster.counts import Planned
+from palsgd.cluster import Cluster, TimeSimulation, Work
+from palsgd.cluster.gradient_counts import Planned
 from palsgd.lab.links import Link, Network, unavailable
 from palsgd.lab.links.processes import run_on_loopback
 
@@ -175,9 +175,9 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
         workers=workers, step=step, sync=sync, rate=link.rate or "1000gbit",
         latency=link.delay_ms / 1e3, all_reduce="gloo", overlap=BACKWARD / (FORWARD + BACKWARD),
     )  # fmt: skip
-    machine = Clockwork(
-        cluster, Work.of(opt), end=steps_of(job), counts=Planned(opt.method, workers)
-    )
+    work = Work.of(opt)
+    counts = Planned(opt.method, workers, work.stops)
+    machine = TimeSimulation(cluster, work, end=steps_of(job), counts=counts)
     machine.run_until(steps_of(job))
     return list(zip(machine.projection.clocks, machine.projection.times, strict=True))
 

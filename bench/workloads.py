@@ -32,7 +32,7 @@ from simulate import header, hugging_face_loss, hugging_face_model, line
 from torch import nn
 
 from palsgd.lab import workloads
-from palsgd.lab.building import inner_optimizer, low_precision
+from palsgd.lab.factory import inner_optimizer, low_precision
 from palsgd.lab.workload import Workload
 
 SIZES = {  # rows in a batch, precision

@@ -2,7 +2,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from world import World
+pytest.register_assert_rewrite("support")  # before any of it is imported
+
+from support.patience import factor, patient  # noqa: E402
+from support.world import World  # noqa: E402
+
+
+def pytest_configure():
+    try:
+        factor()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_collection_modifyitems(config, items):
+    """The limit for each test follows PALSGD_TEST_PATIENCE as the limits inside tests do."""
+    if factor() != 1 and config.getoption("timeout") is None:
+        limit = pytest.mark.timeout(patient(float(config.getini("timeout"))))
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(limit)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,9 +9,9 @@ from torch import nn
 
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.data.tokens import NOT_A_TARGET
+from palsgd.lab.language import Batch
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.lab.workload import parts_of
-from palsgd.lab.workloads.language import Batch
 from palsgd.lab.workloads.stories import Stories
 
 SEED = 2023

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from palsgd.buffers import Buffers
 from palsgd.compression import Codec, Residue
+from palsgd.draws import round_stops
 from palsgd.interval import Auto, Costs
 from palsgd.layout import Bucket, Buckets
 from palsgd.ledger import Ledger, Stopwatch
@@ -363,7 +364,10 @@ class Core:
         """How many mixing steps come next, before a gradient step or something that is due."""
         round = self.round_of(self.clock)
         if self._plan[0] != round:
-            self._plan = (round, self.method.plan(worker=self.worker, round=round))
+            stops = round_stops(
+                sync_every=self.method.sync_every, fragments=self.fragments, delay=self.delay
+            )
+            self._plan = (round, self.method.plan(worker=self.worker, round=round, stops=stops))
         start = int(self.clock - self.origin[0]) % self.method.sync_every
         if not self._plan[1][start]:
             return 0

@@ -1,26 +1,48 @@
 """Which steps of a round mix: a pure function of seed, worker and round."""
 
-import math
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
+
+from palsgd.checks import check_choice, check_int, check_mix_prob, check_mix_rate
+
+# The core still imports the checks from here under these names. They go when it is rebuilt.
+whole, one_of = check_int, check_choice
+__all__ = ["DRAWS", "check_mix_prob", "check_mix_rate", "one_of", "round_plan", "whole"]
 
 DRAWS = ("balanced", "independent", "shared")
 
 
 def round_plan(
-    *, seed: int, worker: int, round: int, sync_every: int, mix_prob: float, draws: str
+    *,
+    seed: int,
+    worker: int,
+    round: int,
+    sync_every: int,
+    mix_prob: float,
+    draws: str,
+    stops: Sequence[int] = (),
+    speeds: Sequence[float] | None = None,
 ) -> list[bool]:
     """The steps of one round, in order: True for a mixing step, False for a gradient step.
 
-    The coins come from a counter-based generator keyed by the arguments alone, so nothing has
-    to be saved to resume, and any process can read any other worker's future.
+    `stops` are the steps inside a round after which workers meet (see `round_stops`): with balanced
+    draws, all take equally many gradients between any two of them. `speeds` must be None, as none
+    of the kinds of draws depends on it. The coins come from a counter-based generator keyed by the
+    arguments alone, so nothing has to be saved to resume, and any process can read any other
+    worker's future.
     """
-    seed, worker = whole("seed", seed), whole("worker", worker)
-    round, steps = whole("round", round), whole("sync_every", sync_every, least=1)
+    seed, worker = check_int("seed", seed), check_int("worker", worker)
+    round, steps = check_int("round", round), check_int("sync_every", sync_every, least=1)
     check_mix_prob(mix_prob)
-    one_of("draws", draws, DRAWS)
+    check_choice("draws", draws, DRAWS)
+    stops = check_stops(stops, steps)
+    if speeds is not None:
+        raise ValueError(
+            f"speeds={speeds!r} has no meaning with draws={draws!r}, under which workers of any "
+            "speed mix alike; leave it out"
+        )
     if mix_prob == 0:
         return [False] * steps
     everyone, own = (round, 0), (round, 1 + worker)
@@ -29,13 +51,24 @@ def round_plan(
     common = _coins(seed, everyone, steps, mix_prob)
     if draws == "shared":
         return common.tolist()
-    # Balanced. `common` holds H i.i.d. coins, so its sum is Binomial(H, p). Given the sum, the
-    # places of the heads among H i.i.d. coins are a uniform subset; each worker draws that
-    # subset for itself (the ranks of H uniforms). One worker alone therefore still sees i.i.d.
-    # Bernoulli(p) coins, while all workers share the number of mixing steps.
-    mixing = np.zeros(steps, dtype=bool)
-    mixing[np.argsort(_uniforms(seed, own, steps), kind="stable")[: common.sum()]] = True
+    # Balanced. The common coins of a stretch of n steps are i.i.d., so their sum is Binomial(n, p).
+    # Given the sum, the places of the heads among n i.i.d. coins are a uniform subset; each worker
+    # draws that subset for itself (the ranks of n uniforms). Stretches are independent of each
+    # other, so one worker alone still sees i.i.d. Bernoulli(p) coins, while all workers share the
+    # number of mixing steps of every stretch.
+    uniforms, mixing = _uniforms(seed, own, steps), np.zeros(steps, dtype=bool)
+    for start, stop in pairwise([0, *stops, steps]):
+        order = start + np.argsort(uniforms[start:stop], kind="stable")
+        mixing[order[: common[start:stop].sum()]] = True
     return mixing.tolist()
+
+
+def round_stops(*, sync_every: int, fragments: int = 1, delay: int = 0) -> list[int]:
+    """The steps inside a round after which a fragment is sent, or one sent earlier is applied. They
+    are the same in every round, also where nothing is due there: in the first, or past the end."""
+    sent = [(f + 1) * sync_every // fragments for f in range(fragments)]
+    applied = [(step + delay) % sync_every for step in sent]
+    return sorted({step for step in sent + applied if 0 < step < sync_every})
 
 
 def _uniforms(seed: int, stream: tuple[int, int], count: int) -> np.ndarray:
@@ -49,26 +82,15 @@ def _coins(seed: int, stream: tuple[int, int], count: int, probability: float) -
     return _uniforms(seed, stream, count) < probability
 
 
-def whole(name: str, value: Any, *, least: int = 0) -> int:
-    """`value` as an int, or a ValueError that says what it must be."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
-    return int(value)
-
-
-def check_mix_prob(mix_prob: float) -> None:
-    if not (isinstance(mix_prob, (int, float, np.floating)) and 0 <= mix_prob < 1):
+def check_stops(stops: Sequence[int], steps: int) -> list[int]:
+    """`stops` as ints, or a ValueError that says what they must be."""
+    try:
+        found = [check_int("stop", stop, least=1) for stop in stops]
+    except (TypeError, ValueError):
+        found = [steps]
+    if any(stop >= later for stop, later in pairwise([*found, steps])):
         raise ValueError(
-            f"mix_prob={mix_prob!r} must be a number in [0, 1): the share of steps that mix; "
-            "use 0 for DiLoCo, about 0.05 for PALSGD"
+            f"stops={stops!r} must be whole numbers between 0 and sync_every={steps}, each larger "
+            "than the one before; use those of the fragments and the delay, or () for none"
         )
-
-
-def check_mix_rate(mix_rate: float) -> None:
-    if not (isinstance(mix_rate, (int, float, np.floating)) and 0 <= mix_rate < math.inf):
-        raise ValueError(f"mix_rate={mix_rate!r} must be a finite number >= 0")
-
-
-def one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+    return found

@@ -1,6 +1,7 @@
 """The contract of a method: what a round looks like, what happens between gradient steps,
 what a sync does with the mean."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ class Method:
     """As it stands, the plainest answers: H gradient steps, nothing between, one outer step.
 
     A new method overrides what it does differently, in a file of its own, and gets a row in
-    the table of tests/test_every_method.py. It never sees a message or a process.
+    the table of tests/library/test_every_method.py. It never sees a message or a process.
     """
 
     sync_every: int
@@ -26,8 +27,9 @@ class Method:
         """The share of a round's steps that use a gradient; their lr is divided by it."""
         return 1.0
 
-    def plan(self, *, worker: int, round: int) -> list[bool]:
-        """The steps of a round: True where a step needs no data, False for a gradient step."""
+    def plan(self, *, worker: int, round: int, stops: Sequence[int] = ()) -> list[bool]:
+        """The steps of a round: True where a step needs no data, False for a gradient step.
+        `stops` are those inside the round after which the workers meet, with delay or fragments."""
         return [False] * self.sync_every
 
     def check(self, replica: "Replica") -> None:

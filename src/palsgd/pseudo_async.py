@@ -1,5 +1,6 @@
 """PALSGD's rules (Algorithm 1 of the paper). With `mix_prob=0` they are DiLoCo's."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from palsgd.draws import DRAWS, check_mix_prob, check_mix_rate, one_of, round_plan, whole
@@ -26,7 +27,7 @@ class PseudoAsync(Method):
     def gradient_share(self) -> float:
         return 1.0 - self.mix_prob
 
-    def plan(self, *, worker: int, round: int) -> list[bool]:
+    def plan(self, *, worker: int, round: int, stops: Sequence[int] = ()) -> list[bool]:
         return round_plan(
             seed=self.seed,
             worker=worker,
@@ -34,6 +35,7 @@ class PseudoAsync(Method):
             sync_every=self.sync_every,
             mix_prob=self.mix_prob,
             draws=self.draws,
+            stops=stops,
         )
 
     def check(self, replica: Replica) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from palsgd.cluster import units
-from palsgd.cluster.all_reduce import ALGORITHMS, Network
-from palsgd.cluster.compute import SPREADS, Compute
-from palsgd.cluster.counts import Counts
-from palsgd.cluster.events import Clockwork, Projection
+from palsgd import units
+from palsgd.checks import check_choice, check_int, check_number
+from palsgd.cluster.events import Projection, TimeSimulation
+from palsgd.cluster.gradient_counts import Counts
+from palsgd.cluster.network import ALGORITHMS, Network
+from palsgd.cluster.step_times import SPREADS, Compute
 from palsgd.cluster.work import Work
-from palsgd.draws import one_of, whole
 
 
 class Cluster:
@@ -53,23 +53,21 @@ class Cluster:
         last `overlap` of a step: by default the backward pass, two thirds of its arithmetic.
         `sync` is what a worker does by itself at a sync (outer step, copies), `mix` a mixing step.
         """
-        self.workers = whole("workers", workers, least=1)
+        self.workers = check_int("workers", workers, least=1)
         self.step = units.seconds("step", step)
         self.rate = units.rate("rate", rate)
         self.latency = units.seconds("latency", latency, zero=True)
-        one_of("spread", spread, SPREADS)
+        check_choice("spread", spread, SPREADS)
         self.spread = spread
-        self.cv = units.number_in("cv", cv, "more than 0", low=0.0)
-        self.tail = units.number_in("tail", tail, "more than 1, or the mean is infinite", low=1.0)
-        self.straggler = units.number_in(
-            "straggler", straggler, "a factor of at least 1", low=0.999
-        )
-        self.per_node = whole("per_node", per_node, least=1)
+        self.cv = check_number("cv", cv, "more than 0", low=0.0)
+        self.tail = check_number("tail", tail, "more than 1, or the mean is infinite", low=1.0)
+        self.straggler = check_number("straggler", straggler, "a factor of at least 1", low=0.999)
+        self.per_node = check_int("per_node", per_node, least=1)
         self.node_rate = units.rate("node_rate", node_rate)
         self.node_latency = units.seconds("node_latency", node_latency, zero=True)
-        one_of("all_reduce", all_reduce, ALGORITHMS)
+        check_choice("all_reduce", all_reduce, ALGORITHMS)
         self.all_reduce = all_reduce
-        self.overlap = units.number_in("overlap", overlap, "in [0, 1]", low=-1e-12, high=1 + 1e-12)
+        self.overlap = check_number("overlap", overlap, "in [0, 1]", low=-1e-12, high=1 + 1e-12)
         self.sync = units.seconds("sync", sync, zero=True)
         self.mix = units.seconds("mix", mix, zero=True)
 
@@ -94,7 +92,7 @@ class Cluster:
         """From a mapping, as in a file; says which field is unknown or missing."""
         known = inspect.signature(cls).parameters
         for name in fields:
-            one_of("a field of the cluster", name, tuple(known))
+            check_choice("a field of the cluster", name, tuple(known))
         for name, parameter in known.items():
             if parameter.default is inspect.Parameter.empty and name not in fields:
                 raise ValueError(f"the cluster has no {name}; add for instance {_EXAMPLES[name]}")
@@ -137,13 +135,13 @@ class Cluster:
         """The wall-clock time of `steps` steps of the clock, and where it goes. Spans of the
         workers in `watched` are kept up to `until_s`. How many gradients the workers compute is
         drawn, unless `counts` says."""
-        steps = whole("steps", steps, least=1)
-        machine = Clockwork(
+        steps = check_int("steps", steps, least=1)
+        machine = TimeSimulation(
             self,
             work,
             end=steps,
             counts=counts,
-            seed=whole("seed", seed),
+            seed=check_int("seed", seed),
             watched=watched,
             until_s=until_s,
         )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from palsgd.cluster.counts import Counts, Drawn
+from palsgd.cluster.gradient_counts import Counts, Drawn
+from palsgd.cluster.network import ring_bytes
 from palsgd.cluster.work import Work
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Projection:
         return self.times[-1]
 
 
-class Clockwork:
+class TimeSimulation:
     def __init__(
         self,
         cluster: "Cluster",
@@ -67,6 +68,7 @@ class Clockwork:
             sync_every=work.sync_every,
             mix_prob=work.mix_prob,
             draws=work.draws,
+            stops=work.stops,
             rng=draws,
         )
         self._compute = cluster.compute(steps)
@@ -183,8 +185,7 @@ class Clockwork:
         self.projection.times.append(float(self.at.max()))
 
     def _count_bytes(self, size: float) -> None:
-        K = self.cluster.workers
-        self.projection.bytes_sent += 2 * (K - 1) / K * size
+        self.projection.bytes_sent += ring_bytes(self.cluster.workers, size)
 
     def _note(self, kind: str, starts: np.ndarray, ends: np.ndarray) -> None:
         for worker in self._watched:

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from palsgd.cluster import units
+from palsgd import units
+from palsgd.checks import check_choice, check_int, check_mix_prob, check_number
 from palsgd.compression import BLOCK, find_codec
-from palsgd.draws import DRAWS, check_mix_prob, one_of, whole
+from palsgd.draws import DRAWS, round_stops
 from palsgd.pseudo_async import PseudoAsync
 
 if TYPE_CHECKING:
@@ -30,21 +31,21 @@ class Work:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
-        whole("sync_every", self.sync_every, least=1)
+        check_int("sync_every", self.sync_every, least=1)
         check_mix_prob(self.mix_prob)
-        one_of("draws", self.draws, DRAWS)
+        check_choice("draws", self.draws, DRAWS)
         find_codec(self.compress)
         if self.warmup_steps != math.inf:
-            whole("warmup_steps", self.warmup_steps)
-        whole("gradient_bytes", self.gradient_bytes, least=1)
-        units.number_in("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
-        if whole("fragments", self.fragments, least=1) > self.sync_every:
+            check_int("warmup_steps", self.warmup_steps)
+        check_int("gradient_bytes", self.gradient_bytes, least=1)
+        check_number("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
+        if check_int("fragments", self.fragments, least=1) > self.sync_every:
             raise ValueError(
                 f"fragments={self.fragments} must be at most sync_every={self.sync_every}: each is "
                 "sent at a step of its own"
             )
         longest = self.sync_every // self.fragments
-        if whole("delay", self.delay) > longest:
+        if check_int("delay", self.delay) > longest:
             raise ValueError(
                 f"delay={self.delay} must be at most sync_every / fragments = {longest}: one "
                 "exchange is under way at a time"
@@ -74,6 +75,11 @@ class Work:
     @property
     def is_ddp(self) -> bool:
         return self.warmup_steps == math.inf
+
+    @property
+    def stops(self) -> list[int]:
+        """The steps inside a round after which the workers meet."""
+        return round_stops(sync_every=self.sync_every, fragments=self.fragments, delay=self.delay)
 
     @property
     def gradient_size(self) -> int:

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palsgd.lab.collection import Options, check_device, check_mixing, finish
-from palsgd.lab.files import RunFolder, write_json
+from palsgd import units
+from palsgd.cluster.network import ring_bytes
+from palsgd.lab.device import check_device, processor
 from palsgd.lab.links import Finished, Link, Network, unavailable
+from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.lab.links.processes import run_on_loopback
-from palsgd.lab.links.projection import ring_bytes, ring_s
 from palsgd.lab.report import formats
+from palsgd.lab.run_folder import RunFolder, write_json
+from palsgd.lab.run_set import Options, check_mixing, finish
 from palsgd.lab.settings import Settings
-from palsgd.lab.training import processor
 from palsgd.lab.workloads import load
 
 if TYPE_CHECKING:
@@ -49,9 +51,17 @@ class Links:
 
 
 def links_of(
-    *, workers: int, rate: str, latency: float, loss: float, slow: str | None, lossy: float | None
+    *,
+    workers: int,
+    rate: str,
+    latency: float | str,
+    loss: float,
+    slow: str | None,
+    lossy: float | None,
 ) -> Links:
-    link = Link(None if rate == "none" else rate, latency, loss)
+    """`latency` is text with a unit, or a number of milliseconds."""
+    link = Link(None if rate == "none" else rate, units.milliseconds("latency", latency, zero=True),
+                loss)  # fmt: skip
     last = dataclasses.replace(
         link, rate=slow or link.rate, loss=link.loss if lossy is None else lossy
     )
@@ -101,11 +111,12 @@ def _measured(
         "data": options.data,
         "device": options.device,
         "quiet": options.quiet,
+        "command": sys.argv,
     }
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "jobs.json", jobs)
         results = Path(folder) / "results.json"
-        command = [sys.executable, "-m", "palsgd.lab.links.timing", f"{folder}/jobs.json",
+        command = [sys.executable, "-m", "palsgd.lab.links.worker_main", f"{folder}/jobs.json",
                    str(results)]  # fmt: skip
         _run(command, links, emulated=emulated, echo=not options.quiet)
         return json.loads(results.read_text())
@@ -144,7 +155,7 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
             "bytes": ring["bytes"],
             "seconds": statistics.median(ring["seconds"]),
             "repeats": len(ring["seconds"]),
-            "theory_s": ring_s(ring["bytes"], each),
+            "theory_s": modelled_ring_seconds(each, ring["bytes"]),
         },
         "methods": records,
     }
@@ -160,8 +171,8 @@ def figures(name: str, run: Record, links: list[Link]) -> Record:
         computing = run["gradient_s"] * gradients / (gradients - 1) + run["mixing_s"]
     exchanging = max(0.0, run["wall_s"] - computing)
     messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
-    projected = computing + ring_s(run["bytes_sent"], links, messages)
-    on_the_ring = ring_bytes(run["bytes_sent"], len(links))
+    projected = computing + modelled_ring_seconds(links, run["bytes_sent"], messages)
+    on_the_ring = ring_bytes(len(links), run["bytes_sent"])
     return run | {
         "step_s": run["wall_s"] / run["steps"],
         "communicating": exchanging / run["wall_s"],

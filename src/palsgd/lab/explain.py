@@ -8,8 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from palsgd.draws import whole
-from palsgd.lab.outlook import Outlook, outlook
+from palsgd.checks import check_int
+from palsgd.lab.forecast import Forecast, forecast
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
 from palsgd.pseudo_async import PseudoAsync
@@ -30,9 +30,9 @@ def explain(
     `examples` and `parameters` are those of the workload as it was loaded; without them, of the
     published data and of its model, as far as that can be built without data.
     """
-    whole("rounds", rounds)
-    whole("first_round", first_round)
-    ahead = outlook(settings, examples=examples, parameters=parameters)
+    check_int("rounds", rounds)
+    check_int("first_round", first_round)
+    ahead = forecast(settings, examples=examples, parameters=parameters)
     if first_round and first_round >= ahead.rounds:
         raise ValueError(
             f"first_round={first_round} is behind the end: the run has "
@@ -45,7 +45,7 @@ def explain(
     return parts + [Text(f"! {remark}", style="yellow") for remark in remarks(ahead)]
 
 
-def headline(ahead: Outlook) -> Text:
+def headline(ahead: Forecast) -> Text:
     settings = ahead.settings
     phases = []
     if ahead.warmup:
@@ -73,7 +73,7 @@ def _sync(settings: Settings) -> str:
 class Schedule:
     """A round: a row for each worker, a character for each step, or for some in a long round."""
 
-    ahead: Outlook
+    ahead: Forecast
     round: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
@@ -108,7 +108,7 @@ def _marks(plan: list[bool], per_mark: int, dull: str, full: str) -> str:
     return "".join(dull if not n else str(n) if n < 10 else "+" for n in counts)
 
 
-def figures(ahead: Outlook) -> Table:
+def figures(ahead: Forecast) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0))
     table.add_column("expected for each worker")
     H = ahead.method.sync_every
@@ -127,7 +127,7 @@ def figures(ahead: Outlook) -> Table:
     return table
 
 
-def _add_bytes(table: Table, ahead: Outlook) -> None:
+def _add_bytes(table: Table, ahead: Forecast) -> None:
     H, model, sync = ahead.method.sync_every, ahead.model_numbers, ahead.sync_numbers
     ddp = H * model, ahead.steps * model
     if ahead.settings.method == "ddp":
@@ -143,7 +143,7 @@ def _add_bytes(table: Table, ahead: Outlook) -> None:
         table.add_row("of DDP's bytes", *shares)
 
 
-def pull(ahead: Outlook) -> Iterator[str]:
+def pull(ahead: Forecast) -> Iterator[str]:
     """What a mixing step does."""
     if not ahead.mix_prob or not ahead.local or not ahead.learning_rates[1]:
         return
@@ -156,7 +156,7 @@ def pull(ahead: Outlook) -> Iterator[str]:
     )
 
 
-def remarks(ahead: Outlook) -> list[str]:
+def remarks(ahead: Forecast) -> list[str]:
     """What is refused, useless or odd about the settings, a line each."""
     if ahead.settings.method == "ddp":
         return []
@@ -168,7 +168,7 @@ def remarks(ahead: Outlook) -> list[str]:
     return [*_about_rounds(ahead), *(_about_mixing(ahead) if ahead.mix_prob else ())]
 
 
-def _about_rounds(ahead: Outlook) -> Iterator[str]:
+def _about_rounds(ahead: Forecast) -> Iterator[str]:
     settings, H = ahead.settings, ahead.method.sync_every
     if settings.workers == 1:
         yield "workers=1: there is nobody to sync with; use 2 or more"
@@ -194,7 +194,7 @@ def _about_rounds(ahead: Outlook) -> Iterator[str]:
         )
 
 
-def _about_mixing(ahead: Outlook) -> Iterator[str]:
+def _about_mixing(ahead: Forecast) -> Iterator[str]:
     settings, p, H = ahead.settings, ahead.mix_prob, ahead.method.sync_every
     assert isinstance(ahead.method, PseudoAsync)
     lr, beta = ahead.learning_rates[1], ahead.betas[1]

@@ -4,12 +4,11 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from palsgd.cluster import Cluster
-from palsgd.compression import find_codec
+from palsgd.checks import below, check_choice, check_number
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
 
@@ -53,26 +52,29 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(choices)}"
-                )
-        for name, (allows, words) in RANGES.items():
+            check_choice(name, getattr(self, name), choices)
+        for name, (low, high, words) in RANGES.items():
             value = getattr(self, name)
-            if (name, value) == ("sync_every", "auto"):
-                continue
-            if value is not None and not (math.isfinite(value) and allows(value)):
-                raise ValueError(f"{name}={value} must be {words}")
-        find_codec(self.compress)
-        if self.cluster is not None:
-            Cluster.parse(self.cluster, workers=self.workers)
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"epochs={self.epochs} must be more than 0")
+            if value is not None and (name, value) != ("sync_every", "auto"):
+                check_number(name, value, words, low=low, high=high)
+        self._check_what_needs_torch()
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
                 f"micro_batches={self.micro_batches}; choose one that is"
             )
+
+    def _check_what_needs_torch(self) -> None:
+        """Torch takes a second to import, which the help texts, that need this module, do not have
+        to wait for."""
+        if self.compress is not None:
+            from palsgd.compression import find_codec
+
+            find_codec(self.compress)
+        if self.cluster is not None:
+            from palsgd.cluster import Cluster
+
+            Cluster.parse(self.cluster, workers=self.workers)
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """With these values, given as text or as they are; steps and epochs exclude each other."""
@@ -89,7 +91,14 @@ class Settings:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
-        return max(1, round(self.epochs * (examples // (self.workers * self.batch_size))))
+        steps = examples // (self.workers * self.batch_size)
+        if steps == 0:
+            raise ValueError(
+                f"an epoch of {examples} examples has no step: {self.workers} workers with "
+                f"batch_size={self.batch_size} take {self.workers * self.batch_size} in each; use "
+                "a smaller batch_size, fewer workers, or --steps"
+            )
+        return max(1, round(self.epochs * steps))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,11 +113,12 @@ CHOICES = {
     "outer": ("nesterov", "sgd", "adam"),
     "precision": ("fp32", "tf32", "bf16"),
 }
-_COUNT = (lambda x: x >= 1, "at least 1")
-_NOT_NEGATIVE = (lambda x: x >= 0, "a number >= 0")
-_POSITIVE = (lambda x: x > 0, "a number > 0")
-_SHARE = (lambda x: 0 <= x < 1, "in [0, 1)")
-RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+# Strict limits, and the range in words
+_COUNT = (below(1), math.inf, "at least 1")
+_NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
+_POSITIVE = (0.0, math.inf, "a number > 0")
+_SHARE = (below(0), 1.0, "in [0, 1)")
+RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("workers", "steps", "batch_size", "micro_batches", "sync_every"), _COUNT),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from palsgd.lab.data.files import Progress
+from palsgd.lab.data.download import Progress
 
 
 class Workload(ABC):
@@ -22,6 +22,9 @@ class Workload(ABC):
     name: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
+    # Training examples in an epoch. A class says how many the published data have, `load` how many
+    # it found.
+    examples: int
     floor: float | None = None  # the lowest expected loss any model can reach, where known
 
     def __init__(
@@ -41,11 +44,6 @@ class Workload(ABC):
     @abstractmethod
     def load(self) -> None:
         """Read the data onto the device."""
-
-    @property
-    @abstractmethod
-    def examples(self) -> int:
-        """Training examples in an epoch."""
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The history of a simulation, and a bar that shows how far it is."""
+"""The history of a simulation, with a bar that shows how far it is."""
 
 import math
 import sys
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from palsgd.cluster import WallClock
 from palsgd.ledger import Ledger
+from palsgd.progress import ProgressBar
 
 Evaluate = Callable[[nn.Module], Any]
 Every = int | Callable[[int], bool]
@@ -47,10 +48,12 @@ class Recorder:
         self.history: list[dict[str, Any]] = []
         self._evaluate, self._every = evaluate, evaluate_every
         self.bar = sys.stderr.isatty() if progress is None else progress
-        self._steps, self._shown, self._watch = 0, 0.0, Watch()
+        self._steps, self._watch = 0, Watch()
+        self._progress: ProgressBar | None = None
 
     def begin(self, steps: int, watch: Watch | None = None) -> None:
         self._steps, self._watch = steps, watch or Watch()
+        self._progress = ProgressBar("simulation", steps, quiet=not self.bar)
 
     def add(
         self,
@@ -78,7 +81,8 @@ class Recorder:
         if metric is not None:
             entry["metric"] = metric
         self.history.append(entry)
-        self._draw(clock)
+        if self._progress is not None:
+            self._progress.at(clock)
 
     def metric(self, clock: int, show: Callable[[], AbstractContextManager[nn.Module]]) -> Any:
         """The metric of the global model, which `show` gives, where one is due."""
@@ -97,27 +101,8 @@ class Recorder:
         return len(self.history) % self._every == self._every - 1
 
     def end(self) -> None:
-        if self.bar and self._shown:
-            print(file=sys.stderr)
-
-    def _draw(self, clock: int) -> None:
-        now = time.monotonic()
-        if (
-            not self.bar
-            or now - self._watch.began < 1
-            or (now - self._shown < 0.2 < self._steps - clock)
-        ):
-            return
-        self._shown = now
-        rate = clock / (now - self._watch.began)
-        filled = 30 * clock // self._steps
-        print(
-            f"\r[{'#' * filled}{'.' * (30 - filled)}] {clock}/{self._steps} steps, "
-            f"{rate:.1f}/s, {(self._steps - clock) / rate:.0f} s left ",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        if self._progress is not None:
+            self._progress.close()
 
 
 def _mean(losses: list[float]) -> float:

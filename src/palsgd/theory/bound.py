@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from palsgd.theory.problems import Problem
-from palsgd.theory.setting import Setting
+from palsgd.theory.theorem import Setting
 
 
 @dataclass(frozen=True)

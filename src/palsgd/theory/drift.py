@@ -7,8 +7,17 @@ import torch
 from palsgd.theory.bound import explicit_bound
 from palsgd.theory.fits import Measured, quantile
 from palsgd.theory.problems import Bent, Quadratic
-from palsgd.theory.setting import Setting
-from palsgd.theory.studies import Exponent, Lab, Line, Study, rounds_up, say_outside, skipped, with_
+from palsgd.theory.studies import (
+    Exponent,
+    Line,
+    Study,
+    StudyContext,
+    rounds_up,
+    say_outside,
+    skipped,
+    with_,
+)
+from palsgd.theory.theorem import Setting
 
 # Of the quadratic's kin with a bend at the optimum. With L/mu = 5 its drift is large and runs are
 # short. alpha = p/(6 L H) is what Lemmas 3 and 4 ask for; below p/(48 L H), the theorem's own, it
@@ -18,15 +27,15 @@ _BENT_WORKERS = 2048
 _FORGOTTEN = 2.0  # mu alpha T: the same share of the way to the level where drift settles
 
 
-def drift_by_interval(lab: Lab) -> Study:
+def drift_by_interval(context: StudyContext) -> Study:
     study = Study("interval", "Drift by sync interval", "sync interval H", show_bound=False)
-    problem, intervals = _bent(lab), (4, 8, 16)
-    lr = lab.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
+    problem, intervals = _bent(context), (4, 8, 16)
+    lr = context.setting.mix_prob / (6 * problem.smoothness * intervals[-1])
     steps = math.ceil(_FORGOTTEN / (problem.mu * lr))
     if skipped(study, steps * len(intervals)):
         return study
-    settings = [_bent_setting(lab, lr, every, rounds_up(steps, every)) for every in intervals]
-    study.lines = _drift_lines(lab, problem, [float(every) for every in intervals], settings)
+    settings = [_bent_setting(context, lr, every, rounds_up(steps, every)) for every in intervals]
+    study.lines = _drift_lines(context, problem, [float(every) for every in intervals], settings)
     say_outside(study, settings, problem)
     study.exponents.append(
         Exponent(
@@ -42,20 +51,20 @@ def drift_by_interval(lab: Lab) -> Study:
     return study
 
 
-def drift_by_steps(lab: Lab) -> Study:
+def drift_by_steps(context: StudyContext) -> Study:
     every = 4
     xlabel = f"steps T = {_FORGOTTEN:g}/(mu alpha)"
     study = Study("drift", "Drift by number of steps", xlabel, show_bound=False)
-    problem = _bent(lab)
-    most = lab.setting.mix_prob / (6 * problem.smoothness * every)
+    problem = _bent(context)
+    most = context.setting.mix_prob / (6 * problem.smoothness * every)
     rates = [most / factor for factor in (1, 2, 4, 8)]
     lengths = [rounds_up(_FORGOTTEN / (problem.mu * lr), every) for lr in rates]
     if skipped(study, sum(lengths)):
         return study
     settings = [
-        _bent_setting(lab, lr, every, steps) for lr, steps in zip(rates, lengths, strict=True)
+        _bent_setting(context, lr, every, steps) for lr, steps in zip(rates, lengths, strict=True)
     ]
-    study.lines = _drift_lines(lab, problem, [float(steps) for steps in lengths], settings)
+    study.lines = _drift_lines(context, problem, [float(steps) for steps in lengths], settings)
     say_outside(study, settings, problem)
     study.exponents.append(
         Exponent(
@@ -70,19 +79,21 @@ def drift_by_steps(lab: Lab) -> Study:
     return study
 
 
-def floor_by_workers(lab: Lab) -> Study:
+def floor_by_workers(context: StudyContext) -> Study:
     """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
     study = Study("floor", "Where more workers stop helping", "workers K")
-    bent, every, numbers = _bent(lab), 4, (16, 128, 1024, 2048)
-    lr = lab.setting.mix_prob / (6 * bent.smoothness * every)
+    bent, every, numbers = _bent(context), 4, (16, 128, 1024, 2048)
+    lr = context.setting.mix_prob / (6 * bent.smoothness * every)
     steps = rounds_up(_FORGOTTEN / (bent.mu * lr), every)
     if skipped(study, steps * 2 * len(numbers)):
         return study
     ends = torch.tensor([bent.mu, bent.smoothness], dtype=torch.float64)
-    for problem in (Quadratic.of(ends, bent.sigma, lab.device), bent):
-        settings = [with_(_bent_setting(lab, lr, every, steps), workers=k) for k in numbers]
+    for problem in (Quadratic.of(ends, bent.sigma, context.device), bent):
+        settings = [with_(_bent_setting(context, lr, every, steps), workers=k) for k in numbers]
         measured = [
-            lab.excess(problem, s, distance=0.0, runs=_bent_runs(lab) * numbers[-1] // s.workers)
+            context.excess(
+                problem, s, distance=0.0, runs=_bent_runs(context) * numbers[-1] // s.workers
+            )
             for s in settings
         ]
         study.lines.append(Line(problem.name, [float(k) for k in numbers], measured))
@@ -97,31 +108,33 @@ def floor_by_workers(lab: Lab) -> Study:
     return study
 
 
-def _bent_runs(lab: Lab) -> int:
+def _bent_runs(context: StudyContext) -> int:
     """So many workers are a mean over many already."""
-    return max(4, lab.runs // 50)
+    return max(4, context.runs // 50)
 
 
-def _bent(lab: Lab) -> Bent:
-    smoothness = lab.problem.smoothness
-    sigma = lab.problem.sigma or 1.0
-    return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, lab.device)
+def _bent(context: StudyContext) -> Bent:
+    smoothness = context.problem.smoothness
+    sigma = context.problem.sigma or 1.0
+    return Bent.of(1, smoothness / _BENT_CONDITION, smoothness, sigma, context.device)
 
 
-def _bent_setting(lab: Lab, lr: float, every: int, steps: int) -> Setting:
-    p = lab.setting.mix_prob
+def _bent_setting(context: StudyContext, lr: float, every: int, steps: int) -> Setting:
+    p = context.setting.mix_prob
     return Setting(
         workers=_BENT_WORKERS, steps=steps, sync_every=every, mix_prob=p, lr=lr,
-        mix_rate=p / (2 * every * lr), draws=lab.setting.draws,
+        mix_rate=p / (2 * every * lr), draws=context.setting.draws,
     )  # fmt: skip
 
 
-def _drift_lines(lab: Lab, problem: Bent, x: list[float], settings: list[Setting]) -> list[Line]:
+def _drift_lines(
+    context: StudyContext, problem: Bent, x: list[float], settings: list[Setting]
+) -> list[Line]:
     """From x*, so that all error is noise or drift: the error, and F at the mean of xhat over
     runs, from which most of the noise is gone."""
-    errors, drifts, runs = [], [], _bent_runs(lab)
+    errors, drifts, runs = [], [], _bent_runs(context)
     for setting in settings:
-        xhat = lab.outcome(problem, setting, distance=0.0, runs=runs).average
+        xhat = context.outcome(problem, setting, distance=0.0, runs=runs).average
         errors.append(Measured.of(problem.excess(xhat)))
         mean, spread = xhat.mean(0), xhat.std(0) / math.sqrt(runs)
         half = quantile(runs - 1) * (problem.gradient(mean) * spread).norm().item()

@@ -13,10 +13,10 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from palsgd.theory.algorithm import RandomSource, run
 from palsgd.theory.problems import Noiseless, Problem
-from palsgd.theory.running import RandomSource, run
-from palsgd.theory.setting import Setting, largest_lr
-from palsgd.theory.studies import Lab, with_
+from palsgd.theory.studies import StudyContext, with_
+from palsgd.theory.theorem import Setting, largest_lr
 
 ALGORITHM, DEFINED, STATED = "as the algorithm", "as defined", "as stated"
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
@@ -67,8 +67,8 @@ class Trajectory:
     """What the lemmas speak of, for each step and run: lists that become tensors (steps, runs)."""
 
     def __init__(
-        self, lab: Lab, problem: Problem, setting: Setting, *, form: str, distance: float,
-        runs: int,
+        self, context: StudyContext, problem: Problem, setting: Setting, *, form: str,
+        distance: float, runs: int,
     ):  # fmt: skip
         self.problem, self.setting = problem, setting
         # `eta` is the lemmas'; a run by the paper's definition mixes K times less.
@@ -76,7 +76,7 @@ class Trajectory:
         self.own_eta = self.eta / setting.workers if form == DEFINED else self.eta
         self._rows: dict[str, list[Tensor]] = {}
         own = with_(setting, mix_rate=self.own_eta)
-        source = RandomSource(problem, own, runs=runs, seed=lab.seed, device=lab.device)
+        source = RandomSource(problem, own, runs=runs, seed=context.seed, device=context.device)
         run(problem, own, problem.start(distance), source, watch=self._watch)
         self.rows = {name: torch.stack(rows) for name, rows in self._rows.items()}
 
@@ -218,10 +218,10 @@ def largest_factor(problem: Problem, setting: Setting) -> Check:
     )  # fmt: skip
 
 
-def lemma4_extreme(lab: Lab) -> Iterable[Check]:
+def lemma4_extreme(context: StudyContext) -> Iterable[Check]:
     """A sequence that meets Lemma 4's recursion with equality: no noise, e_t = 1 at the first step
     of each round and 0 at the others."""
-    base, problem = lab.setting, lab.problem
+    base, problem = context.setting, context.problem
     H, p, L = max(8, base.sync_every), base.mix_prob, problem.smoothness
     rates = {"p/(6LH), as stated": p / (6 * L * H), "p/(48LH), the theorem's": p / (48 * L * H)}
     for name, alpha in rates.items():
@@ -241,32 +241,32 @@ def lemma4_extreme(lab: Lab) -> Iterable[Check]:
 # -- all of them -------------------------------------------------------------------------------
 
 
-def all_checks(lab: Lab) -> list[Check]:
-    """On the lab's own setting, with the theorem's alpha, eta and independent coins; then where
+def all_checks(context: StudyContext) -> list[Check]:
+    """On the study's own setting, with the theorem's alpha, eta and independent coins; then where
     the statements fail."""
     checks: list[Check] = []
-    setting = _theorems_own(lab)
-    for where, distance in {"from the start": lab.distance, "from x*": 0.0}.items():
+    setting = _theorems_own(context)
+    for where, distance in {"from the start": context.distance, "from x*": 0.0}.items():
         for form in (ALGORITHM, DEFINED):
-            path = _path(lab, lab.problem, setting, form, distance, lab.runs)
+            path = _path(context, context.problem, setting, form, distance, context.runs)
             checks += [lemma1(path, form, where), lemma2(path, form, where)]
             checks += [*lemma3(path, form, where), *lemma4(path, form, where)]
             if form == ALGORITHM:
                 checks += [*lemma3_index(path, where), *proof_steps(path, where)]
-    checks += [largest_factor(lab.problem, setting), *lemma4_extreme(lab)]
-    return checks + counterexamples(lab)
+    checks += [largest_factor(context.problem, setting), *lemma4_extreme(context)]
+    return checks + counterexamples(context)
 
 
-def counterexamples(lab: Lab) -> list[Check]:
+def counterexamples(context: StudyContext) -> list[Check]:
     """Within what a lemma asks for, but beyond it; without noise, so that nothing hides it."""
-    problem, base = Noiseless.like(lab.problem), with_(_theorems_own(lab), mix_prob=0.5)
+    problem, base = Noiseless.like(context.problem), with_(_theorems_own(context), mix_prob=0.5)
     largest = 1 / (4 * problem.smoothness)
     free = with_(base, sync_every=8, steps=16, lr=largest, mix_rate=0.5 / largest)
     many = _stated(problem, with_(base, sync_every=16, steps=16, workers=1024))
     some = _stated(problem, with_(base, sync_every=4, steps=4, workers=256))
 
     def path(setting: Setting, form: str = ALGORITHM) -> Trajectory:
-        return _path(lab, problem, setting, form, lab.distance, 64)
+        return _path(context, problem, setting, form, context.distance, 64)
 
     return [
         lemma1(
@@ -292,11 +292,11 @@ def counterexamples(lab: Lab) -> list[Check]:
     ]  # fmt: skip
 
 
-def _theorems_own(lab: Lab) -> Setting:
+def _theorems_own(context: StudyContext) -> Setting:
     """Some rounds, p and alpha no larger than the theorem allows."""
-    base = lab.setting
+    base = context.setting
     p = min(base.mix_prob, 0.5)
-    lr = min(base.lr, largest_lr(lab.problem, base.sync_every, p))
+    lr = min(base.lr, largest_lr(context.problem, base.sync_every, p))
     few = with_(base, steps=_ROUNDS * base.sync_every, draws="independent", mix_rate=0.0)
     return _eta_as_stated(with_(few, mix_prob=p, lr=lr))
 
@@ -311,6 +311,6 @@ def _eta_as_stated(setting: Setting) -> Setting:
 
 
 def _path(
-    lab: Lab, problem: Problem, setting: Setting, form: str, distance: float, runs: int
+    context: StudyContext, problem: Problem, setting: Setting, form: str, distance: float, runs: int
 ) -> Trajectory:
-    return Trajectory(lab, problem, setting, form=form, distance=distance, runs=runs)
+    return Trajectory(context, problem, setting, form=form, distance=distance, runs=runs)

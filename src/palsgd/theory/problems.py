@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from palsgd.draws import one_of, whole
+from palsgd.checks import check_choice, check_int
 
 SPECTRA = ("geometric", "linear", "ends")
 
@@ -108,7 +108,7 @@ class Bent(AdditiveNoise):
         device: torch.device | str = "cpu",
     ) -> "Bent":  # fmt: skip
         check_constants(mu, smoothness, sigma)
-        optimum = torch.zeros(whole("dim", dim, least=1), dtype=torch.float64, device=device)
+        optimum = torch.zeros(check_int("dim", dim, least=1), dtype=torch.float64, device=device)
         return cls(name="bent", mu=mu, smoothness=smoothness, sigma=sigma, optimum=optimum)
 
     def excess(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Logistic(Problem):
                 "the rest of L is the data's"
             )
         rng = np.random.default_rng(seed)
-        inputs = rng.normal(size=(rows, whole("dim", dim, least=1)))
+        inputs = rng.normal(size=(rows, check_int("dim", dim, least=1)))
         inputs *= 2 * math.sqrt(smoothness - mu) / np.linalg.norm(inputs, axis=1, keepdims=True)
         odds = inputs @ rng.normal(size=dim)
         labels = np.where(rng.random(rows) < 1 / (1 + np.exp(-odds)), 1.0, -1.0)
@@ -200,9 +200,9 @@ class Noiseless(Problem):
 
 def spectrum(kind: str, dim: int, mu: float, smoothness: float) -> Tensor:
     """The curvatures of a quadratic, from mu to L."""
-    one_of("spectrum", kind, SPECTRA)
+    check_choice("spectrum", kind, SPECTRA)
     check_constants(mu, smoothness, 0.0)
-    if whole("dim", dim, least=1) == 1 and mu != smoothness:
+    if check_int("dim", dim, least=1) == 1 and mu != smoothness:
         raise ValueError(f"dim=1 has one curvature, so mu={mu:g} must equal L={smoothness:g}")
     along = torch.linspace(0, 1, dim, dtype=torch.float64)
     found = {

@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 import palsgd
-from palsgd.theory import drift, terms, variations
+from palsgd.theory import bound_terms, drift, variations
 from palsgd.theory.lemmas import Check, all_checks
-from palsgd.theory.studies import Lab, Line, Study
+from palsgd.theory.studies import Line, Study, StudyContext
 
-STUDIES: tuple[Callable[[Lab], Study], ...] = (
-    terms.convergence,
-    terms.speed_up,
-    terms.by_steps,
+STUDIES: tuple[Callable[[StudyContext], Study], ...] = (
+    bound_terms.convergence,
+    bound_terms.speed_up,
+    bound_terms.by_steps,
     drift.drift_by_interval,
     drift.drift_by_steps,
     drift.floor_by_workers,
-    terms.transient,
+    bound_terms.transient,
     variations.by_draws,
     variations.by_mix_prob,
     variations.by_mix_rate,
@@ -28,30 +28,30 @@ STUDIES: tuple[Callable[[Lab], Study], ...] = (
 
 @dataclass
 class Results:
-    lab: Lab
+    context: StudyContext
     studies: list[Study]
     checks: list[Check]
 
     @property
     def outside(self) -> list[str]:
-        return self.lab.setting.outside(self.lab.problem)
+        return self.context.setting.outside(self.context.problem)
 
     def document(self) -> dict[str, Any]:
         """For theory.json; docs/theory.md says what is what."""
-        lab, problem = self.lab, self.lab.problem
+        context, problem = self.context, self.context.problem
         return {
             "schema": 1,
             "palsgd": palsgd.__version__,
             "torch": torch.__version__,
-            "device": _machine(lab.device),
+            "device": _machine(context.device),
             "problem": {
                 "name": problem.name, "dim": problem.dim, "L": problem.smoothness,
                 "mu": problem.mu, "kappa": problem.condition, "sigma": problem.sigma,
-                "distance": lab.distance,
+                "distance": context.distance,
             },
-            "setting": asdict(lab.setting) | {"beta": lab.setting.beta},
-            "seeds": lab.runs,
-            "seed": lab.seed,
+            "setting": asdict(context.setting) | {"beta": context.setting.beta},
+            "seeds": context.runs,
+            "seed": context.seed,
             "outside": self.outside,
             "exponents": [
                 {
@@ -72,16 +72,18 @@ class Results:
         }  # fmt: skip
 
 
-def examine(lab: Lab, at: Callable[[int, str], None] = lambda done, what: None) -> Results:
+def examine(
+    context: StudyContext, at: Callable[[int, str], None] = lambda done, what: None
+) -> Results:
     """Everything, one part after another; `at(done, what)` hears which is next."""
     studies = []
     for done, study in enumerate(STUDIES):
         at(done, study.__name__.replace("_", " "))
-        studies.append(study(lab))
+        studies.append(study(context))
     at(len(STUDIES), "lemmas")
-    checks = all_checks(lab)
+    checks = all_checks(context)
     at(len(STUDIES) + 1, "done")
-    return Results(lab, studies, checks)
+    return Results(context, studies, checks)
 
 
 def _line(line: Line) -> dict[str, Any]:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from palsgd.theory.algorithm import Outcome, RandomSource, Watch, run
 from palsgd.theory.fits import Fit, Measured, power_law
 from palsgd.theory.problems import Problem
-from palsgd.theory.running import Outcome, RandomSource, Watch, run
-from palsgd.theory.setting import Setting
+from palsgd.theory.theorem import Setting
 
 MOST_STEPS = 2_000_000  # of one study; more would take an hour
 _RESOLVED = 0.3  # half an interval that still tells exponents apart
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lab:
+class StudyContext:
     """The setting that all studies start from."""
 
     problem: Problem
@@ -115,9 +115,9 @@ def say_outside(study: Study, settings: Sequence[Setting], problem: Problem) -> 
         study.notes.append(f"Outside the theorem: {', '.join(found)}.")
 
 
-def noiseless(study: Study, lab: Lab) -> bool:
+def noiseless(study: Study, context: StudyContext) -> bool:
     """Whether a study of noise has none; then it says so."""
-    if lab.problem.sigma > 0:
+    if context.problem.sigma > 0:
         return False
     study.notes.append("Not run: without noise (sigma = 0) this term is 0.")
     return True

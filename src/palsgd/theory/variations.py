@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from palsgd.draws import DRAWS
 from palsgd.theory.fits import Measured
 from palsgd.theory.problems import Noiseless
-from palsgd.theory.setting import Setting
-from palsgd.theory.studies import Lab, Line, Study, rounds_up, say_outside, skipped, with_
+from palsgd.theory.studies import Line, Study, StudyContext, rounds_up, say_outside, skipped, with_
+from palsgd.theory.theorem import Setting
 
 _SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
 _TIMES_ETA = (0.0, 0.25, 1.0, 4.0)
@@ -21,24 +21,24 @@ class Regime:
     label: str
     noise: bool
 
-    def excess(self, lab: Lab, setting: Setting) -> Measured:
-        problem = lab.problem if self.noise else Noiseless.like(lab.problem)
-        distance = 0.0 if self.noise else lab.distance
-        return lab.excess(problem, setting, distance=distance, runs=lab.few_runs)
+    def excess(self, context: StudyContext, setting: Setting) -> Measured:
+        problem = context.problem if self.noise else Noiseless.like(context.problem)
+        distance = 0.0 if self.noise else context.distance
+        return context.excess(problem, setting, distance=distance, runs=context.few_runs)
 
 
 REGIMES = (Regime("noise, from x*", True), Regime("transient, without noise", False))
 
 
-def by_draws(lab: Lab) -> Study:
+def by_draws(context: StudyContext) -> Study:
     kinds = sorted(DRAWS, key=lambda kind: kind != "independent")
     study = Study("draws", "Draws", "draws", names=kinds)
-    steps = _length(lab)
+    steps = _length(context)
     if skipped(study, steps * 2 * len(kinds)):
         return study
     for regime in REGIMES:
-        settings = [with_(lab.setting, steps=steps, draws=kind) for kind in kinds]
-        measured = [regime.excess(lab, setting) for setting in settings]
+        settings = [with_(context.setting, steps=steps, draws=kind) for kind in kinds]
+        measured = [regime.excess(context, setting) for setting in settings]
         study.lines.append(Line(regime.label, list(map(float, range(len(kinds)))), measured))
         for kind, found in list(zip(kinds, measured, strict=True))[1:]:
             study.notes.append(
@@ -47,42 +47,42 @@ def by_draws(lab: Lab) -> Study:
     return study
 
 
-def by_mix_prob(lab: Lab) -> Study:
+def by_mix_prob(context: StudyContext) -> Study:
     """alpha as it is; eta as the theorem says for each p."""
     study = Study("mix-prob", "Away from the theorem: p", "mix probability p", log_x=False)
-    steps, base = _length(lab), lab.setting
+    steps, base = _length(context), context.setting
     if skipped(study, steps * 2 * len(_SHARES)):
         return study
     settings = [
         with_(base, steps=steps, mix_prob=p, mix_rate=p / (2 * base.sync_every * base.lr))
         for p in _SHARES
     ]
-    _fill(study, lab, list(_SHARES), settings)
+    _fill(study, context, list(_SHARES), settings)
     return study
 
 
-def by_mix_rate(lab: Lab) -> Study:
+def by_mix_rate(context: StudyContext) -> Study:
     """From no mixing to beta = 1, which puts a worker back onto the anchor."""
     study = Study("mix-rate", "Away from the theorem: eta", "eta / (p / (2 H alpha))", log_x=False)
-    steps, base = _length(lab), lab.setting
+    steps, base = _length(context), context.setting
     times = [*(each for each in _TIMES_ETA if each < 2 * base.sync_every), 2.0 * base.sync_every]
     if skipped(study, steps * 2 * len(times)):
         return study
     stated = base.mix_prob / (2 * base.sync_every * base.lr)
     settings = [with_(base, steps=steps, mix_rate=each * stated) for each in times]
-    _fill(study, lab, times, settings)
+    _fill(study, context, times, settings)
     return study
 
 
-def _fill(study: Study, lab: Lab, x: list[float], settings: list[Setting]) -> None:
+def _fill(study: Study, context: StudyContext, x: list[float], settings: list[Setting]) -> None:
     for regime in REGIMES:
-        measured = [regime.excess(lab, setting) for setting in settings]
+        measured = [regime.excess(context, setting) for setting in settings]
         study.lines.append(Line(regime.label, x, measured))
-    say_outside(study, settings, lab.problem)
+    say_outside(study, settings, context.problem)
 
 
-def _length(lab: Lab) -> int:
-    return rounds_up(_END / (lab.problem.mu * lab.setting.lr), lab.setting.sync_every)
+def _length(context: StudyContext) -> int:
+    return rounds_up(_END / (context.problem.mu * context.setting.lr), context.setting.sync_every)
 
 
 def _against(found: Measured, other: Measured) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palsgd.lab.data import moving
+from palsgd.lab.data import device as on_device
 
 _BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -71,7 +71,7 @@ def download(folder: Path) -> None:
 
 
 def normalized(images: Tensor) -> Tensor:
-    return moving.normalized(images, _MEAN, _STD)
+    return on_device.normalized(images, _MEAN, _STD)
 
 
 def _original(place: Path, name: str) -> Split:

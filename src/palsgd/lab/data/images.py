@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palsgd.lab.data import moving
+from palsgd.lab.data import device as on_device
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import batch_indices, random_stream
 
@@ -88,8 +88,8 @@ class FromFiles(Photographs):
 
     def _collect(self, begun: list[Future]) -> tuple[Tensor, Tensor]:
         images, labels = zip(*(each.result() for each in begun), strict=True)
-        pixels = moving.sent(_pixels(images), self._device)
-        return normalized(pixels), moving.sent(torch.tensor(labels), self._device)
+        pixels = on_device.sent(_pixels(images), self._device)
+        return normalized(pixels), on_device.sent(torch.tensor(labels), self._device)
 
 
 class InMemory(Photographs):
@@ -102,7 +102,7 @@ class InMemory(Photographs):
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
         which, chances = self._drawn(worker, workers, size, index)
-        which = moving.sent(which, self._device)
+        which = on_device.sent(which, self._device)
         images = self._images[which]
         height, width = images.shape[2:]
         crops = [random_crop(height, width, chance) for chance in chances]
@@ -147,7 +147,7 @@ def decoded(folder: Any, i: int) -> Any:
 
 
 def normalized(images: Tensor) -> Tensor:
-    return moving.normalized(images, _MEAN, _STD)
+    return on_device.normalized(images, _MEAN, _STD)
 
 
 def _can_be_held(train: Any, val: Any, resolution: int) -> bool:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palsgd.lab.data.files import Progress, fetch, written_whole
+from palsgd.lab.atomic import atomic_path, atomic_write
+from palsgd.lab.data.download import Progress, fetch
 
 END = 50256
 SPLITS = ("train", "valid")
@@ -132,7 +133,7 @@ def _write(
     folder: Path, split: str, texts: list[Path], encode: Encode, progress: Progress | None
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"tokens": 1, "stories": 0, "sources": []}
-    with written_whole(folder / f"{split}.bin") as file:
+    with atomic_path(folder / f"{split}.bin") as part, open(part, "wb") as file:
         file.write(np.uint16(END).tobytes())
         for path in texts:
             stories = filter(None, _stories(path, progress))
@@ -144,8 +145,7 @@ def _write(
             record["sources"].append({"name": path.name, "sha256": _sha256(path)})
         if not record["stories"]:
             raise ValueError(f"{texts[0]} has no stories; download it again")
-    with written_whole(folder / f"{split}.json") as file:
-        file.write(json.dumps(record, indent=2).encode() + b"\n")
+    atomic_write(folder / f"{split}.json", json.dumps(record, indent=2) + "\n")
     return record
 
 

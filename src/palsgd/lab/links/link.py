@@ -1,10 +1,13 @@
 """What one worker's access link is like, and how the kernel is told."""
 
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+from palsgd import units
+from palsgd.cluster import network
+
 _FRAME = 1514  # bytes of a full Ethernet frame, as the kernel's shaper counts them
 
 
@@ -13,8 +16,9 @@ class Link:
     """The line between one worker and the switch that all of them are plugged into.
 
     `rate` holds in both directions, for each on its own; None: as fast as the machine. `delay_ms`
-    is added to every packet the worker sends, so a packet from a to b takes a's delay, and the
-    round trip a's plus b's. `loss` is the share of the packets the worker sends that are dropped.
+    (a number, or text such as "20ms") is added to every packet the worker sends, so a packet from a
+    to b takes a's delay, and the round trip a's plus b's. `loss` is the share of the packets the
+    worker sends that are dropped.
     """
 
     rate: str | None = None
@@ -22,16 +26,15 @@ class Link:
     loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.rate is not None:
-            bits_per_second(self.rate)
-        if not (math.isfinite(self.delay_ms) and self.delay_ms >= 0):
-            raise ValueError(f"delay_ms={self.delay_ms} must be a number >= 0")
+        _ = self.bits_per_second
+        delay_ms = units.milliseconds("delay_ms", self.delay_ms, zero=True)
+        object.__setattr__(self, "delay_ms", delay_ms)
         if not 0 <= self.loss < 1:
             raise ValueError(f"loss={self.loss} must be a share in [0, 1), for instance 0.01")
 
     @property
     def bits_per_second(self) -> float:
-        return math.inf if self.rate is None else bits_per_second(self.rate)
+        return math.inf if self.rate is None else _bits_per_second(self.rate)
 
     @property
     def slow_only(self) -> bool:
@@ -54,11 +57,10 @@ class Link:
         return f"tbf rate {rate} burst {bucket} limit {bucket + queue}"
 
 
-def bits_per_second(rate: str) -> float:
-    """`"100mbit"` as a number."""
-    found = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate.strip().lower())
+def _bits_per_second(rate: str) -> float:
+    """Of a rate that the kernel's shaper can hold."""
     try:
-        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        value = units.rate("rate", rate)
     except ValueError:
         value = 0.0
     if not 8e3 <= value <= 1e12:
@@ -67,3 +69,12 @@ def bits_per_second(rate: str) -> float:
             "for no limit"
         )
     return value
+
+
+def modelled_ring_seconds(links: Sequence[Link], size: float, messages: float = 1) -> float:
+    """What `messages` all-reduces of `size` bytes in all take on a ring over these links, by the
+    cluster's model. The slowest link sets the pace, and each hop has the delay of whoever sends.
+    Headers, lost packets and TCP's slow start are left out."""
+    rate = min(link.bits_per_second for link in links)
+    delay_s = fmean(link.delay_ms for link in links) / 1e3
+    return network.ring_seconds(len(links), size, rate, delay_s, messages)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-_TIED = str(Path(__file__).with_name("tied.py"))
+_TIED = str(Path(__file__).with_name("die_with_parent.py"))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """GPT-Neo with fused attention and without a full table of logits.
 
 Weights carry the names of Hugging Face's `GPTNeoForCausalLM`, so they load across in both
-directions; `tests/test_gpt_neo.py` proves the two equal. What differs is the work done: attention
-runs in torch's fused kernels, and training never holds the logits of all tokens
+directions; `tests/lab/test_gpt_neo.py` proves the two equal. What differs is the work done:
+attention runs in torch's fused kernels, and training never holds the logits of all tokens
 (see linear_cross_entropy.py).
 """
 

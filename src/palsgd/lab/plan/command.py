@@ -7,11 +7,13 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from palsgd.cluster import Cluster, units
-from palsgd.draws import check_mix_prob, whole
-from palsgd.lab.plan.choices import Choice, Task, best_of, break_even, choices, with_workers
+from palsgd import units
+from palsgd.checks import check_int, check_mix_prob, check_number
+from palsgd.cluster import Cluster
+from palsgd.lab.atomic import atomic_write
+from palsgd.lab.plan.candidates import Choice, Task, best_of, break_even, choices, with_workers
 from palsgd.lab.plan.memory import memory
-from palsgd.lab.plan.words import (
+from palsgd.lab.plan.text import (
     choice_table,
     headline,
     memory_table,
@@ -41,14 +43,14 @@ def prepare(
         )
     sync, size = 0.0, 0 if parameters is None else units.count("parameters", parameters)
     if step_ms is None:
-        from palsgd.lab.plan.measuring import measure
+        from palsgd.lab.plan.measure import measure
 
         assert settings is not None
         found = measure(settings, data=data, device=device)
         step, sync = found.step_s, found.sync_s
         size = size or found.parameters
     else:
-        step = units.number_in("step_ms", step_ms, "more than 0 ms", low=0.0) / 1e3
+        step = check_number("step_ms", step_ms, "more than 0 ms", low=0.0) / 1e3
         size = size or _size(settings)
     if mix_prob is None:
         mix_prob = 0.1 if settings is None else settings.mix_prob
@@ -59,13 +61,13 @@ def prepare(
         warmup_steps=0 if settings is None else settings.warmup_steps,
         mix_prob=mix_prob,
         inner="adamw" if settings is None else settings.inner,
-        extra_steps=units.number_in("extra_steps", extra_steps, "more than -1", low=-1.0),
+        extra_steps=check_number("extra_steps", extra_steps, "more than -1", low=-1.0),
     )
     return Cluster(step=step, sync=sync, **links), task
 
 
 def _size(settings: Settings | None) -> int:
-    from palsgd.lab.outlook import parameters_of
+    from palsgd.lab.forecast import parameters_of
 
     assert settings is not None
     found = parameters_of(settings.workload)
@@ -78,12 +80,12 @@ def _size(settings: Settings | None) -> int:
 
 def _steps(settings: Settings | None, steps: int | None) -> int:
     if steps is not None:
-        return whole("steps", steps, least=1)
+        return check_int("steps", steps, least=1)
     if settings is None:
         return 10_000
-    from palsgd.lab.outlook import outlook
+    from palsgd.lab.forecast import forecast
 
-    return outlook(settings.changed({"method": "ddp"}), parameters=1).steps
+    return forecast(settings.changed({"method": "ddp"}), parameters=1).steps
 
 
 def plan(cluster: Cluster, task: Task, out: Path | None) -> list[RenderableType]:
@@ -111,18 +113,13 @@ def _write(
     shown = [base, plain] + [best] * (best is not base and best is not plain)
     draw_plan(cluster, task, shown, even, out)
     held = memory(best.work, inner=task.inner, workers=cluster.workers)
-    (out / "plan.json").write_text(
-        json.dumps(
-            {
-                "cluster": vars(cluster),
-                "task": vars(task),
-                "choices": [record(choice, base) for choice in found],
-                "chosen": found.index(best),
-                "break_even_bits_per_s": even,
-                "memory_bytes": held,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    document = {
+        "cluster": vars(cluster),
+        "task": vars(task),
+        "choices": [record(choice, base) for choice in found],
+        "chosen": found.index(best),
+        "break_even_bits_per_s": even,
+        "memory_bytes": held,
+    }
+    atomic_write(out / "plan.json", json.dumps(document, indent=1) + "\n")
     return out / "plan.png"

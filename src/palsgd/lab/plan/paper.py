@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster, Work
-from palsgd.cluster.counts import Expected
-from palsgd.lab.plan.words import time_words
+from palsgd.cluster.gradient_counts import Expected
+from palsgd.cluster.network import ring_hops
+from palsgd.lab.plan.text import time_words
 from palsgd.lab.report import formats
 
 EFFICIENCY = 0.4  # of the arithmetic that a GPU is sold with, in fp32
@@ -61,7 +62,7 @@ class Published:
     def place(self) -> Cluster:
         return Cluster(
             workers=self.workers, step=self.step_s, rate=self.rate,
-            latency=MESSAGE_S / (2 * (self.workers - 1)), all_reduce="ring",
+            latency=MESSAGE_S / ring_hops(self.workers), all_reduce="ring",
         )  # fmt: skip
 
     def torch_ddp_s(self) -> float:

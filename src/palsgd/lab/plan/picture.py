@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from palsgd.cluster import Cluster
-from palsgd.lab.plan.choices import Choice, Task, ddp, local
-from palsgd.lab.plan.words import rate_words, setting_words
-from palsgd.lab.report.drawing import MUTED, drawing_style, new_axes, plain, publish, set_scale
+from palsgd.lab.groups import Group
+from palsgd.lab.plan.candidates import Choice, Task, ddp, local
+from palsgd.lab.plan.text import rate_words, setting_words
+from palsgd.lab.report.canvas import MUTED, drawing_style, new_axes, plain, publish, set_scale
 from palsgd.lab.report.figures import draw_timeline
-from palsgd.lab.report.grouping import Group
-from palsgd.lab.report.looks import looks
+from palsgd.lab.report.styles import line_styles
 from palsgd.lab.report.timelines import bars
 
 POINTS = 49
@@ -34,9 +34,9 @@ def _rates(
     figure, axes = new_axes("Seconds per gradient, by the model", "rate of the link", height=2.9)
     middle = np.log10(cluster.rate)
     rates = 10 ** np.linspace(middle - 3, middle + 3, POINTS)
-    for choice, look in zip(shown, looks([_group(choice) for choice in shown]), strict=True):
+    for choice, style in zip(shown, line_styles([_group(choice) for choice in shown]), strict=True):
         seconds = [_gradient_s(cluster.changed(rate=rate), task, choice) for rate in rates]
-        axes.plot(rates, seconds, color=look.light, ls=look.dash, label=setting_words(choice))
+        axes.plot(rates, seconds, color=style.light, ls=style.dash, label=setting_words(choice))
     axes.axhline(cluster.step, color=MUTED, lw=0.7, ls=(0, (1, 2)))
     axes.axvline(cluster.rate, color=MUTED, lw=0.9)
     top = axes.get_ylim()[1]

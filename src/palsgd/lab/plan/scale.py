@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster, Work
-from palsgd.lab.plan.words import rate_words
-from palsgd.lab.report.drawing import drawing_style, publish
-from palsgd.lab.report.looks import THEME
+from palsgd.lab.atomic import atomic_write
+from palsgd.lab.plan.text import rate_words
+from palsgd.lab.report.canvas import drawing_style, publish
+from palsgd.lab.report.styles import THEME
 
 WORKERS = (8, 64, 512, 2048, 10_000)
 RATES = (1e7, 1e8, 1e9, 1e10, 1e11, 4e11)
@@ -92,7 +93,7 @@ def scale_parts(folder: Path) -> Iterator[Table | Text]:
     folder.mkdir(parents=True, exist_ok=True)
     draw(found, folder)
     records: list[dict[str, Any]] = [vars(cell) | {"faster": cell.faster} for cell in found]
-    (folder / "scale.json").write_text(json.dumps(records, indent=1) + "\n")
+    atomic_write(folder / "scale.json", json.dumps(records, indent=1) + "\n")
     yield Text("DDP's time over PALSGD's, at equal gradients", style="bold")
     for model in MODELS:
         yield _table(model, found)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from palsgd.lab.groups import Group, differing, label, settings_of, shown, sortable
 from palsgd.lab.report.curves import Curve
-from palsgd.lab.report.grouping import Group, differing, label, settings_of, shown, sortable
-from palsgd.lab.report.reading import Run
+from palsgd.lab.run_folder import Run
 
 
 @dataclass(frozen=True)

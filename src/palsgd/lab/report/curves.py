@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from palsgd.lab.report.reading import Line, Run
+from palsgd.lab.run_folder import Line, Run
 
 # What a curve can be drawn against, by the key of metrics.jsonl.
 AXES = {

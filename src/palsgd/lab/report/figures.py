@@ -11,8 +11,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
 from palsgd.lab.report import formats
-from palsgd.lab.report.curves import AXES, Curve
-from palsgd.lab.report.drawing import (
+from palsgd.lab.report.canvas import (
     MUTED,
     Plot,
     box,
@@ -24,17 +23,18 @@ from palsgd.lab.report.drawing import (
     set_scale,
     thousands,
 )
-from palsgd.lab.report.looks import THEME, Look
+from palsgd.lab.report.curves import AXES, Curve
+from palsgd.lab.report.styles import THEME, LineStyle
 from palsgd.lab.report.timelines import KINDS, Bar
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a plot: which one of the section's, and how it looks."""
+    """A line of a plot: which one of the section's, and what it looks like."""
 
     number: int
     label: str
-    look: Look
+    style: LineStyle
     curve: Curve
 
 
@@ -45,7 +45,7 @@ class Reference:
     label: str
     low: float
     high: float
-    look: Look | None = None
+    style: LineStyle | None = None
 
 
 def draw_curves(
@@ -156,22 +156,22 @@ def _x_format(axis: str, series: list[Series]) -> tuple[float, str, Any]:
 
 
 def _draw_line(axes: Axes, series: Series, x: np.ndarray) -> None:
-    curve, look, gid = series.curve, series.look, f"line-{series.number}"
+    curve, style, gid = series.curve, series.style, f"line-{series.number}"
     if curve.has_band:  # pale: bands of several lines lie over each other
-        axes.fill_between(x, curve.low, curve.high, color=look.light, alpha=0.16, lw=0, gid=gid)
+        axes.fill_between(x, curve.low, curve.high, color=style.light, alpha=0.16, lw=0, gid=gid)
     every = max(1, len(x) // 6)
     axes.plot(
-        x, curve.mean, color=look.light, ls=look.dash, marker=look.marker, gid=gid,
+        x, curve.mean, color=style.light, ls=style.dash, marker=style.marker, gid=gid,
         markevery=(every // 2, every), markeredgewidth=0, zorder=3,
     )  # fmt: skip
 
 
 def _draw_points(axes: Axes, series: Series, *, joined: bool) -> None:
-    curve, look = series.curve, series.look
+    curve, style = series.curve, series.style
     around = np.maximum(0, [curve.mean - curve.low, curve.high - curve.mean])
     axes.errorbar(
         curve.x["value"], curve.mean, yerr=around if curve.has_band else None,
-        color=look.light, ls=look.dash if joined else "none", marker=look.marker,
+        color=style.light, ls=style.dash if joined else "none", marker=style.marker,
         ms=4, markeredgewidth=0, elinewidth=0.9, capsize=1.5, zorder=3,
     )  # fmt: skip
 
@@ -201,8 +201,8 @@ def _fit(axes: Axes, curves: list[Curve], references: list[Reference]) -> None:
 
 def _draw_references(axes: Axes, references: list[Reference]) -> None:
     for reference in references:
-        look = reference.look
-        colour, dash = (look.light, look.dash) if look else (MUTED, (0, (2, 2)))
+        style = reference.style
+        colour, dash = (style.light, style.dash) if style else (MUTED, (0, (2, 2)))
         low, high = reference.low, reference.high
         axes.axhline(high, color=colour, ls=dash, lw=0.9, zorder=2)
         if low < high:
@@ -233,12 +233,12 @@ def _file_legend(axes: Axes, series: list[Series]) -> None:
 
 
 def _handle(series: Series) -> Line2D:
-    look = series.look
+    style = series.style
     return Line2D(
-        [], [], color=look.light, ls=look.dash, marker=look.marker, markeredgewidth=0,
+        [], [], color=style.light, ls=style.dash, marker=style.marker, markeredgewidth=0,
         label=series.label,
     )  # fmt: skip
 
 
 def _colours(series: list[Series]) -> dict[str, str]:
-    return {each.look.light: f"var(--line-{each.number})" for each in series}
+    return {each.style.light: f"var(--line-{each.number})" for each in series}

@@ -1,8 +1,6 @@
 """Numbers as people read them."""
 
 import math
-from collections.abc import Sequence
-from statistics import fmean
 
 GAP = "\N{NO-BREAK SPACE}"
 NONE = "\N{EN DASH}"  # for what is not known
@@ -52,7 +50,3 @@ def size(value: float | None) -> str:
             break
         value /= 1000
     return f"{value:.3g}{GAP}{unit}"
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None

@@ -4,7 +4,8 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
-from palsgd.lab.report.reading import Run, find_runs
+from palsgd.lab.atomic import atomic_write
+from palsgd.lab.run_folder import Run, find_runs
 
 
 def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Path:
@@ -12,8 +13,9 @@ def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Pat
     runs = find_runs(folders)
     out = Path(out)
     beside = out.parent / "figures" if figures else None
-    (beside or out.parent).mkdir(parents=True, exist_ok=True)
-    out.write_text(_page(runs, beside), encoding="utf-8")
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
+    atomic_write(out, _page(runs, beside))
     return out
 
 
@@ -21,9 +23,9 @@ def _page(runs: list[Run], figures: Path | None) -> str:
     # They take a while to import, and the command line offers much that needs neither.
     import jinja2
 
-    from palsgd.lab.report.drawing import drawing_style
-    from palsgd.lab.report.looks import THEME
+    from palsgd.lab.report.canvas import drawing_style
     from palsgd.lab.report.section import Section
+    from palsgd.lab.report.styles import THEME
 
     workloads = dict.fromkeys(run.workload for run in runs)
     with drawing_style(), warnings.catch_warnings():

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from palsgd.lab.comparison import Comparison, ToTarget, mean
+from palsgd.lab.groups import Group, group, named, shown, sortable
 from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
-from palsgd.lab.report.comparing import Comparison, ToTarget
+from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
-from palsgd.lab.report.drawing import Plot
 from palsgd.lab.report.figures import (
     Reference,
     Series,
@@ -23,9 +24,7 @@ from palsgd.lab.report.figures import (
     draw_curves,
     draw_timeline,
 )
-from palsgd.lab.report.grouping import Group, group, named, shown, sortable
-from palsgd.lab.report.looks import Look, looks
-from palsgd.lab.report.reading import Run, read_timeline
+from palsgd.lab.report.styles import LineStyle, line_styles
 from palsgd.lab.report.tables import (
     Table,
     cost_table,
@@ -34,6 +33,7 @@ from palsgd.lab.report.tables import (
     target_table,
 )
 from palsgd.lab.report.timelines import KINDS, bars, shares
+from palsgd.lab.run_folder import Run
 
 _POINTS = 300  # of a curve; less where there are many
 _TIMELINES = 8
@@ -61,7 +61,7 @@ class Section:
         self.workload = self.runs[0].workload
         self.metric = str(self.runs[0].config.get("metric") or "metric")
         self.groups: list[Group] = group(self.runs)
-        self.looks: list[Look] = looks(self.groups)
+        self.line_styles: list[LineStyle] = line_styles(self.groups)
         self.labels = [each.label for each in self.groups]
         self.comparison = Comparison(self.groups)
         self.switches = {
@@ -179,7 +179,7 @@ class Section:
         for number, each in enumerate(self.groups):
             curve = average(each.runs, quantity, points=points)
             if curve is not None:
-                yield Series(number, each.label, self.looks[number], curve)
+                yield Series(number, each.label, self.line_styles[number], curve)
 
     def _plot(self, draw: Any, name: str, *arguments: Any) -> Plot:
         prefix = f"{self.number + 1}-" if self.number else ""
@@ -212,8 +212,8 @@ class Section:
 
     def _ablation(self, ablation: Ablation) -> Panel:
         self.switches["final"] = {"metric": self.metric, "loss": "loss"}
-        first = len(self.looks)
-        self.looks += looks(ablation.bundles)
+        first = len(self.line_styles)
+        self.line_styles += line_styles(ablation.bundles)
         variants = {}
         for key in ("metric", "loss"):
             name = f"by-{ablation.field}-{key}"
@@ -226,7 +226,7 @@ class Section:
 
     def _ablation_plot(self, ablation: Ablation, key: str, name: str, first: int) -> Plot | None:
         series = [
-            Series(first + at, bundle.label, self.looks[first + at], curve)
+            Series(first + at, bundle.label, self.line_styles[first + at], curve)
             for at, bundle in enumerate(ablation.bundles)
             if (curve := ablation.curve(bundle, key)) is not None
         ]
@@ -242,14 +242,14 @@ class Section:
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
         for each in ablation.beside[:4]:
-            value = formats.mean([v for run in each.runs if (v := final(run, key)) is not None])
+            value = mean([v for run in each.runs if (v := final(run, key)) is not None])
             if value is not None:
-                yield Reference(each.label, value, value, self.looks[self.groups.index(each)])
+                yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
 
     def _timelines(self) -> Iterable[Panel]:
         """Of the first run of each group that recorded one."""
         for number, each in enumerate(self.groups[:_TIMELINES]):
-            spans = next((spans for run in each.runs if (spans := read_timeline(run))), None)
+            spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
             if spans is None:
                 continue
             workers = bars(spans)

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from palsgd.lab.comparison import Comparison, Final, ToTarget
+from palsgd.lab.groups import Group, differing, named, shown
 from palsgd.lab.report import formats
-from palsgd.lab.report.comparing import Comparison, Final, ToTarget
-from palsgd.lab.report.grouping import Group, differing, named, shown
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from palsgd.lab.groups import Group, group
 from palsgd.lab.report.curves import QUANTITIES
-from palsgd.lab.report.grouping import Group, group
-from palsgd.lab.report.reading import Run, find_runs
+from palsgd.lab.run_folder import Run, find_runs
 
 _TAGS = {
     "loss": "validation/loss",

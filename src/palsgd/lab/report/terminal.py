@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palsgd.lab.comparison import Comparison, Final, ToTarget
+from palsgd.lab.groups import group
 from palsgd.lab.report import formats
-from palsgd.lab.report.comparing import Comparison, Final, ToTarget
-from palsgd.lab.report.grouping import group
-from palsgd.lab.report.reading import find_runs
+from palsgd.lab.run_folder import find_runs
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from palsgd.lab.report import formats
-from palsgd.lab.report.reading import Line
+from palsgd.lab.run_folder import Line
 
 KINDS = ("gradient", "mixing", "wait", "sync", "evaluate")
 

@@ -1,75 +1,89 @@
-"""Workloads and the paper's settings for them, by name."""
+"""Workloads and the paper's settings for them, by name.
+
+Each module of this package is a workload: `stories_1m.py` is `stories-1m`. It has a class with that
+name, its `RECIPES`, which are named as the workload or begin with its name and a dash, and its
+`GRIDS`, which begin with its name and a slash. A module is imported when it is asked for.
+"""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from palsgd.lab.data.files import Progress
-from palsgd.lab.settings import Settings
-from palsgd.lab.workload import Workload
+    from palsgd.lab.data.download import Progress
+    from palsgd.lab.settings import Settings
+    from palsgd.lab.workload import Workload
 
-WORKLOADS = {
-    "digits": "digits:Digits",
-    "stories": "stories:Stories",
-    "stories-1m": "stories_1m:Stories1M",
-    "cifar10-cnn": "cifar10_cnn:Cifar10CNN",
-    "cifar10-vgg16": "cifar10_vgg16:Cifar10VGG16",
-    "imagenet-resnet50": "imagenet_resnet50:ImageNetResNet50",
-    "tinystories-gptneo-8m": "tinystories_gptneo_8m:TinyStoriesGPTNeo8M",
-    "tinystories-gptneo-125m": "tinystories_gptneo_125m:TinyStoriesGPTNeo125M",
-}  # in this package; imported when asked for
+
+@cache
+def names() -> tuple[str, ...]:
+    """Of all workloads, from the listing of this folder."""
+    return tuple(sorted(found.name.replace("_", "-") for found in iter_modules(__path__)))
+
+
+def kind(name: str) -> "type[Workload]":
+    """The class of the workload `name`."""
+    _check_known("workload", name, names())
+    classes = (each for each in vars(_module(name)).values() if isinstance(each, type))
+    return next(each for each in classes if vars(each).get("name") == name)
 
 
 def load(
     name: str,
     *,
     data: Path | str | None = None,
-    device: torch.device | str = "cpu",
+    device: "torch.device | str" = "cpu",
     seed: int = 2023,
     download: bool = False,
-    progress: Progress | None = None,
-) -> Workload:
+    progress: "Progress | None" = None,
+) -> "Workload":
     """The workload `name`, its data ready on `device`."""
-    _check_known("workload", name, WORKLOADS)
-    kind = getattr(_module(name), WORKLOADS[name].partition(":")[2])
-    return kind(data=data, device=device, seed=seed, download=download, progress=progress)
+    return kind(name)(data=data, device=device, seed=seed, download=download, progress=progress)
 
 
-def recipe(name: str) -> Settings:
+def recipe(name: str) -> "Settings":
     """The settings of that name."""
-    _check_known("recipe", name, recipes())
-    return recipes()[name]
+    own = _of_its_workload(name, "RECIPES")
+    _check_known("recipe", name, own if name in own else recipes())
+    return own[name]
 
 
 def grid(name: str) -> dict[str, list]:
     """The values that a study of the paper tries: the fields it varies, all combinations."""
-    _check_known("grid", name, grids())
-    return grids()[name]
+    own = _of_its_workload(name, "GRIDS")
+    _check_known("grid", name, own if name in own else grids())
+    return own[name]
 
 
-@cache
-def recipes() -> dict[str, Settings]:
-    return {key: value for name in WORKLOADS for key, value in _module(name).RECIPES.items()}
+def recipes() -> "dict[str, Settings]":
+    return {key: value for name in names() for key, value in _module(name).RECIPES.items()}
 
 
-@cache
 def grids() -> dict[str, dict[str, list]]:
-    return {key: value for name in WORKLOADS for key, value in _module(name).GRIDS.items()}
+    return {key: value for name in names() for key, value in _module(name).GRIDS.items()}
+
+
+def _of_its_workload(name: str, table: str) -> Mapping[str, Any]:
+    """The `table` of the workload that `name` begins with, the longest where several do."""
+    workload, _, _ = name.partition("/")
+    fitting = [each for each in names() if f"{workload}-".startswith(f"{each}-")]
+    return getattr(_module(max(fitting, key=len)), table) if fitting else {}
 
 
 def _module(name: str) -> Any:
-    return import_module(f"{__name__}.{WORKLOADS[name].partition(':')[0]}")
+    return import_module(f"{__name__}.{name.replace('-', '_')}")
 
 
-def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
+def _check_known(what: str, name: str, known: Iterable[str]) -> None:
     known = list(known)
     if name not in known:
         (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ValueError(
-            f"{kind} {name!r} is unknown; did you mean {nearest!r}? There are {', '.join(known)}"
+            f"{what} {name!r} is unknown; did you mean {nearest!r}? There are {', '.join(known)}"
         )

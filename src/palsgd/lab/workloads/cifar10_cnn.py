@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from palsgd.lab.classification import InMemory
 from palsgd.lab.data import cifar10
-from palsgd.lab.data.files import place_of
+from palsgd.lab.data.download import place_of
 from palsgd.lab.settings import Settings
-from palsgd.lab.workloads.classification import InMemory
 
 # The paper gives no batch size: 32 is ours. Learning rates are from its grid.
 _PAPER = Settings(
@@ -26,13 +26,14 @@ GRIDS = {
 class Cifar10(InMemory):
     """The data; pixels stay bytes until they are in a batch."""
 
+    examples = 50_000
+
     def load(self) -> None:
         folder = place_of(self.data, "cifar10")
         if self.download and not cifar10.is_in(folder):
             cifar10.download(folder)
         train, test = (split.to(self.device) for split in cifar10.load(folder))
-        self.train_images, self.train_labels = train.images, train.labels
-        self.test_images, self.test_labels = test.images, test.labels
+        self.keep((train.images, train.labels), (test.images, test.labels))
 
     def inputs(self, images: Tensor) -> Tensor:
         return cifar10.normalized(images)

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from palsgd.lab.classification import InMemory
 from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.settings import Settings
-from palsgd.lab.workloads.classification import InMemory
 
 RECIPES = {
     "digits": Settings(
@@ -21,6 +21,7 @@ GRIDS = {
 
 class Digits(InMemory):
     name = "digits"
+    examples = 1_437  # of 1,797; the others are for validation
 
     def load(self) -> None:
         from sklearn.datasets import load_digits
@@ -29,8 +30,8 @@ class Digits(InMemory):
         order = random_stream(0).permutation(len(labels))  # one split, whatever the seed
         x = torch.tensor(images[order] / 16, dtype=torch.float32, device=self.device)
         y = torch.tensor(labels[order], dtype=torch.int64, device=self.device)
-        self.train_images, self.test_images = x[:1437], x[1437:]
-        self.train_labels, self.test_labels = y[:1437], y[1437:]
+        split = self.examples
+        self.keep((x[:split], y[:split]), (x[split:], y[split:]))
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from palsgd.lab.data.files import place_of
+from palsgd.lab.classification import Batch, Classification
+from palsgd.lab.data.download import place_of
 from palsgd.lab.data.images import open_folders
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of
-from palsgd.lab.workloads.classification import Batch, Classification
 
 # The paper gives ranges for outer_lr (.1 to .2) and eta (.5 to 16).
 RECIPES = {
@@ -25,6 +25,7 @@ GRIDS = {
 
 class ImageNetResNet50(Classification):
     name = "imagenet-resnet50"
+    examples = 1_281_167
     resolution = 224
 
     def load(self) -> None:
@@ -32,10 +33,7 @@ class ImageNetResNet50(Classification):
         self.photographs = open_folders(
             folder, resolution=self.resolution, seed=self.seed, device=self.device
         )
-
-    @property
-    def examples(self) -> int:
-        return len(self.photographs.train)
+        self.examples = len(self.photographs.train)
 
     def model(self) -> nn.Module:
         from torchvision.models import resnet50  # type: ignore[import-untyped]

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from palsgd.lab.data.moving import sent
+from palsgd.lab.data.device import sent
 from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.data.tokens import NOT_A_TARGET
+from palsgd.lab.language import Batch, Language
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of
-from palsgd.lab.workloads.language import Batch, Language
 
 RECIPES = {
     "stories": Settings(

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from palsgd.lab.language import TinyStories
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.lab.workloads import tinystories_gptneo_8m as small
-from palsgd.lab.workloads.language import TinyStories
 
 RECIPES = {
     "tinystories-gptneo-125m": replace(

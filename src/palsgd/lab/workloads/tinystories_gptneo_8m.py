@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from palsgd.lab.language import TinyStories
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.lab.settings import Settings
-from palsgd.lab.workloads.language import TinyStories
 
 # The paper names both 512 stories per worker and 2048 in all; with eight workers that is 256 each.
 # Clipping is on there, the norm is not named: 1 is ours.

@@ -1,0 +1,56 @@
+"""Checks of arguments. Each says what was wrong, the value it got, and what to give instead."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def check_int(name: str, value: Any, *, least: int = 0) -> int:
+    """`value` as an int, or a ValueError that says what it must be."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
+    return int(value)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    words: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    shown: Any = None,
+) -> float:
+    """`value` if it lies strictly between `low` and `high`; else a ValueError with the range.
+
+    `words` names the range, and `shown` is what the user wrote where `value` was parsed from it.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and low < value < high):
+        raise ValueError(f"{name}={value if shown is None else shown!r} must be {words}")
+    return float(value)
+
+
+def below(number: float) -> float:
+    """The next smaller float: as a strict lower limit it lets `number` itself pass."""
+    return math.nextafter(number, -math.inf)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+
+
+def check_mix_prob(mix_prob: float) -> None:
+    if not (isinstance(mix_prob, (int, float, np.floating)) and 0 <= mix_prob < 1):
+        raise ValueError(
+            f"mix_prob={mix_prob!r} must be a number in [0, 1): the share of steps that mix; "
+            "use 0 for DiLoCo, about 0.05 for PALSGD"
+        )
+
+
+def check_mix_rate(mix_rate: float) -> None:
+    if not (isinstance(mix_rate, (int, float, np.floating)) and 0 <= mix_rate < math.inf):
+        raise ValueError(f"mix_rate={mix_rate!r} must be a finite number >= 0")

@@ -1,0 +1,23 @@
+"""What travels instead of 32-bit floats, and the mean of messages that travel so."""
+
+from palsgd.codecs.codec import BLOCK, Codec
+from palsgd.codecs.coded_mean import CodedMean, GatheredMean, Residue, coded_mean, message_bytes
+from palsgd.codecs.floating import Bf16
+from palsgd.codecs.integer import Int4, Int8
+from palsgd.codecs.registry import find_codec
+from palsgd.codecs.topk import TopK
+
+__all__ = [
+    "BLOCK",
+    "Bf16",
+    "Codec",
+    "CodedMean",
+    "GatheredMean",
+    "Int4",
+    "Int8",
+    "Residue",
+    "TopK",
+    "coded_mean",
+    "find_codec",
+    "message_bytes",
+]

@@ -1,0 +1,65 @@
+"""What the image workloads share: cross-entropy, accuracy, and data kept on the device."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.workload import Workload, evaluating, parts_of
+
+Batch = tuple[Tensor, Tensor]  # images, labels
+
+
+class Classification(Workload):
+    def inputs(self, images: Tensor) -> Tensor:
+        """What the model sees of the images in a batch. Part of the loss, not of the batch: a
+        stacked program then does it once for all workers."""
+        return images
+
+    @abstractmethod
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
+        """One of `parts` equal parts of the validation set, in batches."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model(self.inputs(batch[0])), batch[1])
+
+    def totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor:
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        with evaluating(model):
+            for images, labels in self.validation(part, parts):
+                logits = model(self.inputs(images)).float()
+                loss = cross_entropy(logits, labels, reduction="sum")
+                right = (logits.argmax(1) == labels).sum()
+                sums += torch.stack([loss.double(), right.double(), sums.new_tensor(len(labels))])
+        return sums
+
+
+class InMemory(Classification):
+    """Both splits as tensors on the device, set by `load` through `keep`."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    def keep(self, train: Batch, test: Batch) -> None:
+        self.train_images, self.train_labels = train
+        self.test_images, self.test_labels = test
+        self.examples = len(self.train_labels)
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
+        which = batch_indices(
+            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
+            examples=self.examples, device=self.device,
+        )  # fmt: skip
+        return self.training_images(which, worker, index), self.train_labels[which]
+
+    def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
+        return self.train_images[which]
+
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
+        for own in parts_of(len(self.test_labels), part, parts, size=1000):
+            yield self.test_images[own], self.test_labels[own]

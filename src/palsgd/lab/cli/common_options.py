@@ -1,0 +1,84 @@
+"""Options that several commands take, and what they mean."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from palsgd.lab.settings import Settings, assignments
+
+Recipe = Annotated[
+    str,
+    typer.Argument(help="A workload or recipe; `palsgd recipes` lists them.", show_default=False),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(help="Any other settings, e.g. lr=0.01 warmup_steps=100.", show_default=False),
+]
+Workers = Annotated[int | None, typer.Option(help="How many.", show_default="the recipe's")]
+Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
+SyncEvery = Annotated[
+    str | None, typer.Option(help="H, or auto: by what a sync costs.", show_default="the recipe's")
+]
+MixProb = Annotated[float | None, typer.Option(help="p.", show_default="the recipe's")]
+MixRate = Annotated[float | None, typer.Option(help="eta.", show_default="the recipe's")]
+Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
+Simulate = Annotated[
+    bool, typer.Option("--simulate", help="All workers in this process, on one device.")
+]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Tell a simulation's time as on this cluster: rate, latency and other fields, e.g. "
+        "100mbit,20ms,step=50ms, or a YAML file with them.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME-TIME")
+]
+Data = Annotated[
+    str | None,
+    typer.Option(help="Folder with the data, for workloads that need files.", show_default="data"),
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch missing data.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Force = Annotated[bool, typer.Option("--force", help="Start over in a folder that is in use.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run is.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
+
+
+def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Settings:
+    from palsgd.lab import workloads
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    return workloads.recipe(recipe).changed(assignments(changes or []) | given)
+
+
+def cluster_fields(spec: str | None) -> str | None:
+    """The fields of a file in one line, so that a run's config says all."""
+    if spec is None or not spec.endswith((".yaml", ".yml")):
+        return spec
+    import yaml
+
+    if not Path(spec).is_file():
+        raise ValueError(f"there is no file {spec}; give one, or fields: 100mbit,20ms,step=50ms")
+    fields = yaml.safe_load(Path(spec).read_text())
+    if not isinstance(fields, dict):
+        raise ValueError(f"{spec} has no fields; write lines such as rate: 100mbit")
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+def method_names(methods: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in methods.split(","))
+
+
+def new_folder(name: str) -> Path:
+    from palsgd.lab.launcher import under_torchrun
+
+    if under_torchrun():
+        raise ValueError("under torchrun give --out DIR, the same on every machine")
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

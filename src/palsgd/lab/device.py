@@ -1,0 +1,52 @@
+"""The choice of a device, its name in words, and waiting for it."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from palsgd.checks import check_choice
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def check_device(device: str) -> None:
+    check_choice("device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but no GPU is to be seen here; use --device cpu")
+
+
+def chosen_device(wanted: str) -> torch.device:
+    """For a process that does all by itself; "auto" is a GPU where there is one."""
+    check_device(wanted)
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def worker_device(wanted: str, worker: int) -> torch.device:
+    """For one of several workers on a machine: its GPUs in turn, where there are any."""
+    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
+    return torch.device("cuda", worker % gpus) if gpus else torch.device("cpu")
+
+
+def device_words(device: torch.device) -> str:
+    """The name of the GPU, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def processor() -> str:
+    """The CPU, in words."""
+    info = Path("/proc/cpuinfo")
+    names = [
+        line.partition(":")[2].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return f"{names[0] if names else 'CPU'}, {os.cpu_count()} cores"
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was told; only then does a clock say how long that took."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

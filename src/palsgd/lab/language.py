@@ -1,0 +1,72 @@
+"""What the language workloads share: rows of one story, and perplexity."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.lab.data import tokens
+from palsgd.lab.data.download import place_of
+from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.workload import Workload, evaluating, parts_of
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets: a story per row, -100 where there is none
+
+
+class Language(Workload):
+    metric = "perplexity"
+    higher_is_better = False
+
+    @abstractmethod
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
+        """One of `parts` equal parts of the validation set, in batches."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(*batch)
+
+    def totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor:
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        with evaluating(model):
+            for inputs, targets in self.validation(part, parts):
+                count = (targets != tokens.NOT_A_TARGET).sum().double()
+                nats = model(inputs, targets).double() * count
+                sums += torch.stack([nats, nats, count])
+        return sums
+
+    def score(self, totals: Tensor) -> tuple[float, float]:
+        """Perplexity does not add up; it is made of the summed loss."""
+        loss = totals[0] / totals[2]
+        return loss.item(), loss.exp().item()
+
+
+class TinyStories(Language):
+    """The data; encoded at first use, and kept beside the text."""
+
+    examples = 2_119_719
+    context = 256  # longest part of a story that is read, in tokens
+
+    def load(self) -> None:
+        folder = place_of(self.data, "tinystories")
+        if not tokens.is_prepared(folder):
+            beside = place_of(self.data, "gpt2-tokenizer")
+            tokenizer = beside if (beside / "vocab.json").exists() else folder
+            if self.download:
+                tokens.download(folder, tokenizer, self.progress)
+            tokens.prepare(folder, folder, tokenizer, self.progress)
+        self._train, self._valid = (
+            tokens.Stories(folder, split, self.device) for split in tokens.SPLITS
+        )
+        self.examples = len(self._train)
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
+        which = batch_indices(
+            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
+            examples=self.examples, device=self.device,
+        )  # fmt: skip
+        return self._train.rows(which, self.context)
+
+    def validation(self, part: int, parts: int) -> Iterator[Batch]:
+        every = torch.arange(len(self._valid), device=self.device)
+        for own in parts_of(len(every), part, parts, size=64):
+            yield self._valid.rows(every[own], self.context)

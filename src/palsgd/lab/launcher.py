@@ -1,0 +1,178 @@
+"""Worker processes: started here through torch's elastic launcher, or found under torchrun."""
+
+import builtins
+import functools
+import logging
+import os
+import signal
+import sys
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from palsgd.errors import NonFiniteError
+from palsgd.lab.device import worker_device
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import Settings
+from palsgd.lab.trainer import Trainer
+from palsgd.lab.workload import Workload
+from palsgd.lab.workloads import load
+
+
+class StoppedError(Exception):
+    """Ctrl-C, or a signal that means the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run for worker processes to do. All jobs of a launch have equally many workers."""
+
+    settings: Settings
+    folder: Path
+    data: str | None
+    download: bool
+    resume: bool
+    quiet: bool
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def first_rank() -> bool:
+    """The one process that writes and speaks for all: rank 0 of torchrun's, or the launcher."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def run_jobs(jobs: list[Job], device: str) -> None:
+    """Train one after another, in the same processes: starting them takes longer than a demo."""
+    if under_torchrun():
+        work(jobs, device)
+        return
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=jobs[0].settings.workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    try:
+        with _environment():
+            elastic_launch(config, work)(jobs, device)
+    except (SignalException, KeyboardInterrupt):
+        raise StoppedError from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGINT:  # it heard Ctrl-C before this process did
+            raise StoppedError from None
+        raise _as_raised_here(rank, failure) from error
+
+
+def _as_raised_here(rank: int, failure: Any) -> Exception:
+    """What a worker's exception means to the user: input to mend, or a line on what went wrong.
+    Only a mistake of this program comes with its traceback."""
+    said, trace = failure.message, ""
+    if not isinstance(said, str):
+        said, trace = said["message"], said.get("extraInfo", {}).get("py_callstack", "")
+    last = said.strip().splitlines()[-1]
+    name, _, message = last.partition(": ")
+    if name == "ValueError":
+        return ValueError(message)
+    kind = getattr(builtins, name, RuntimeError)
+    if not issubclass(kind, RuntimeError | OSError):
+        print(trace, file=sys.stderr)
+    return RuntimeError(f"worker {rank} failed: {last}")
+
+
+def work(jobs: list[Job], wanted: str) -> None:
+    """What a worker process does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    device, backend = _place(wanted)
+    dist.init_process_group(backend)
+    loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
+    try:
+        for job in _as_rank_0_has_them(jobs):
+            try:
+                _work_on(job, device, loaded)
+            except NonFiniteError as error:  # on all ranks alike, so they can go on together
+                if dist.get_rank() == 0:
+                    RunFolder(job.folder).write_failure(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
+    workload = load(
+        job.settings.workload,
+        data=job.data,
+        device=device,
+        seed=job.settings.seed,
+        download=job.download,
+    )
+    folder = RunFolder(job.folder)
+    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
+
+
+def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
+    """On a disk of its own another machine may not see what is finished."""
+    found = [jobs]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _place(wanted: str) -> tuple[torch.device, str]:
+    """This process's device, and who carries its messages. NCCL wants a GPU for each worker."""
+    device = worker_device(wanted, int(os.environ["LOCAL_RANK"]))
+    if device.type == "cpu":
+        return device, "gloo"
+    torch.cuda.set_device(device)
+    one_each = int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    return device, "nccl" if one_each else "gloo"
+
+
+def check_world(workers: int) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    if workers != world:
+        raise ValueError(
+            f"--workers {workers}, but torchrun started {world} processes; use --workers {world}"
+        )
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """Workers of one machine talk over its loopback, whatever its name resolves to."""
+    changes: dict[str, Any] = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    added = {key: value for key, value in changes.items() if key not in os.environ}
+    os.environ.update(added)
+    silent = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # torch's launcher says again, at length, what we say
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.disable(silent)
+            for key in added:
+                del os.environ[key]

@@ -1,0 +1,284 @@
+"""The files of a run, written and read as docs/files.md has them.
+
+They are written so that a kill loses no finished line. What is read is checked: a file that says
+something else than it should is named, with the line, and with what to do about it.
+"""
+
+import json
+import math
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from palsgd.lab.atomic import PART, atomic_path, atomic_write
+from palsgd.lab.settings import METHODS
+
+SCHEMA = 1
+Line = dict[str, Any]
+Record = dict[str, Any]
+
+_FILES = (
+    "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "failed.txt", "best.pt",
+)  # fmt: skip
+_ALWAYS = ("step", "gradient_steps", "time_s", "bytes_sent")
+_SOMETIMES = ("loss", "metric", "train_loss", "agreement", "lr")
+
+
+class RunFolder:
+    def __init__(self, path: Path):
+        self.path = Path(path)
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "summary.json").exists()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run ended early, if it did so by itself."""
+        path = self.path / "failed.txt"
+        return path.read_text().strip() if path.exists() else None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        text = yaml.safe_dump({"schema": SCHEMA, **config}, sort_keys=False)
+        atomic_write(self.path / "config.yaml", text)
+
+    def append(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        with open(self.path / f"{name}.jsonl", "a") as file:
+            file.writelines(_text(line) for line in lines)
+
+    def keep_lines(self, until_step: int) -> list[Line]:
+        """Drop what was written after a checkpoint that is now gone on from."""
+        kept = [line for line in self.lines() if line["step"] <= until_step]
+        atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in kept))
+        return kept
+
+    def write_best(self, best: Mapping[str, Any]) -> None:
+        """The model with the best metric so far, with that metric and its step."""
+        import torch
+
+        with atomic_path(self.path / "best.pt") as part:
+            torch.save(dict(best), part)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_json(self.path / "summary.json", summary)
+
+    def write_failure(self, reason: object) -> None:
+        atomic_write(self.path / "failed.txt", f"{reason}\n")
+
+    def clear(self) -> None:
+        """Remove what a run wrote, and nothing else."""
+        for name in _FILES:
+            for path in (self.path / name, *self.path.glob(f"{name}.*.{PART}")):
+                path.unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def config(self) -> Record:
+        return _read_config(self.path / "config.yaml")
+
+    def summary(self) -> Record | None:
+        """None: the run has not finished."""
+        path = self.path / "summary.json"
+        return _read_summary(path) if path.exists() else None
+
+    def lines(self) -> list[Line]:
+        """Of metrics.jsonl. One that a kill cut off is left out with a warning."""
+        found, cut_off = self.lines_and_cut()
+        if cut_off:
+            path = self.path / "metrics.jsonl"
+            warnings.warn(f"the last line of {path} is cut off and left out", stacklevel=2)
+        return found
+
+    def lines_and_cut(self) -> tuple[list[Line], bool]:
+        """Of metrics.jsonl, and whether a kill cut off its last line, which is left out."""
+        return self._read("metrics", _metrics_problem)
+
+    def timeline(self) -> list[Line]:
+        """What the workers did when; empty where that was not recorded."""
+        return self._read("timeline", _timeline_problem)[0]
+
+    def _read(self, name: str, problem: Callable[[Any], str | None]) -> tuple[list[Line], bool]:
+        """Only a run that was killed, hence has no summary, may end with a line that is cut off."""
+        path = self.path / f"{name}.jsonl"
+        return _read_lines(path, problem, cut_allowed=not self.finished)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """One training with one method, as its folder has it."""
+
+    name: str  # its path, from the folder it was found in
+    folder: RunFolder
+    config: Record
+    lines: list[Line]
+    summary: Record | None  # None: the run has not finished
+    notes: tuple[str, ...] = ()
+
+    @property
+    def method(self) -> str:
+        return str(self.config["method"])
+
+    @property
+    def workload(self) -> str:
+        return str(self.config["workload"])
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def evaluations(self) -> list[Line]:
+        return [line for line in self.lines if line.get("metric") is not None]
+
+
+def find_runs(folders: Iterable[Path]) -> list[Run]:
+    """All runs in the folders and below, methods in their usual order, each run once."""
+    found: dict[Path, Run] = {}
+    for given in folders:
+        folder = Path(given).resolve()
+        inside = [path.parent for path in folder.rglob("metrics.jsonl")]
+        if not inside:
+            raise ValueError(
+                f"no run in {given}: looked there and below for metrics.jsonl beside config.yaml; "
+                "give a folder that palsgd train, compare or sweep wrote"
+            )
+        for path in inside:
+            found.setdefault(path, read_run(path, name=str(path.relative_to(folder.parent))))
+    return sorted(found.values(), key=_usual_order)
+
+
+def read_run(path: Path, *, name: str | None = None) -> Run:
+    folder = RunFolder(path)
+    config = folder.config()
+    lines, cut_off = folder.lines_and_cut()
+    notes = ["the last line of metrics.jsonl is cut off and left out"] if cut_off else []
+    return Run(
+        name=name or path.name,
+        folder=folder,
+        config=config,
+        lines=lines,
+        summary=folder.summary(),
+        notes=tuple(notes),
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    atomic_write(path, json.dumps(plain(value), indent=2) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """JSON knows no nan and no inf; a figure that is neither a number nor known is null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    return json.dumps(plain(line)) + "\n"
+
+
+def _read_lines(
+    path: Path, problem: Callable[[Any], str | None], *, cut_allowed: bool
+) -> tuple[list[Line], bool]:
+    """The objects of a .jsonl file, none where it is missing, and whether its last line was cut
+    off. Any other line that is no JSON, or has a `problem`, is refused with its number."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    texts = text.rstrip().splitlines()
+    lines: list[Line] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            if cut_allowed and number == len(texts):
+                return lines, True
+            raise ValueError(
+                f"{path}, line {number}: not JSON: {text[:60]!r}; delete the line or run again"
+            ) from None
+        if wrong := problem(line):
+            raise ValueError(f"{path}, line {number}: {wrong}; delete the line or run again")
+        lines.append(line)
+    return lines, False
+
+
+def _metrics_problem(line: Any) -> str | None:
+    if not isinstance(line, dict):
+        return f"not an object: {line!r:.60}"
+    for key in _ALWAYS:
+        if not _is_number(line.get(key)):
+            return f"{key} is {line.get(key)!r:.60}, not a number"
+    for key in _SOMETIMES:
+        if not (line.get(key) is None or _is_number(line[key])):
+            return f"{key} is {line[key]!r:.60}, not a number or null"
+    return None
+
+
+def _timeline_problem(line: Any) -> str | None:
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return f"not an object with a kind: {line!r:.60}"
+    for key in ("worker", "start_s", "end_s"):
+        if not _is_number(line.get(key)):
+            return f"{key} is {line.get(key)!r:.60}, not a number"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_config(path: Path) -> Record:
+    if not path.exists():
+        raise ValueError(f"{path} is missing: {path.parent} is not a whole run; leave it out")
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        where = str(error).replace("\n", " ")
+        raise ValueError(f"{path} is not YAML ({where}); restore it or leave the run out") from None
+    for key in ("workload", "method"):
+        if not isinstance(config, dict) or key not in config:
+            raise ValueError(f"{path} has no {key!r}; restore it or leave the run out")
+    if config.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {config['schema']}, this palsgd reads {SCHEMA}; "
+            "use the version that wrote it"
+        )
+    return config
+
+
+def _read_summary(path: Path) -> Record:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error}); delete it to show the run as unfinished"
+        ) from None
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} is not an object; delete it to show the run as unfinished")
+    return summary
+
+
+def _usual_order(run: Run) -> tuple[Any, ...]:
+    known = METHODS.index(run.method) if run.method in METHODS else len(METHODS)
+    return known, run.method, _natural(run.name)
+
+
+def _natural(text: str) -> list[tuple[float, str]]:
+    """A key that puts sync_every=8 before sync_every=64."""
+    parts = re.findall(r"(\d+\.?\d*)|(\D+)", text)
+    return [(float(number), "") if number else (float("inf"), word) for number, word in parts]

@@ -1,0 +1,370 @@
+"""One run in real processes: what each of them does."""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import palsgd
+from palsgd.lab.device import device_words, wait_for
+from palsgd.lab.factory import (
+    MeanNorm,
+    agreement,
+    build_optimizer,
+    learning_rate_factor,
+    low_precision,
+)
+from palsgd.lab.provenance import provenance
+from palsgd.lab.run_folder import RunFolder, plain, write_json
+from palsgd.lab.settings import Settings
+from palsgd.lab.summary import summarize
+from palsgd.lab.timeline import Timeline
+from palsgd.lab.workload import Workload
+from palsgd.progress import ProgressBar
+
+WARMUP_LINES = 200  # of the all-reduces of DDP and warm-up, about so many become a line
+
+
+class Trainer:
+    """This process's part of a run. Every rank makes one; rank 0 writes the files."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        folder: RunFolder,
+        *,
+        resume: bool = False,
+        quiet: bool = False,
+        command: Sequence[str] | None = None,
+    ):
+        """`command` is what config.yaml names as the command line; by default this process's."""
+        self._command = command
+        self.settings, self.workload, self.folder = settings, workload, folder
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.steps = settings.total_steps(workload.examples)
+        torch.manual_seed(settings.seed)
+        self.net = workload.model().to(workload.device)
+        self.model: nn.Module = DistributedDataParallel(self.net) if self.world > 1 else self.net
+        self.opt = build_optimizer(settings, self.steps, self.model)
+        torch.manual_seed(settings.seed + self.rank)  # dropout differs between workers
+        self._autocast = low_precision(settings, workload.device)
+        self._mean_norm = MeanNorm(self.opt)
+        self._timeline = Timeline(self.opt)
+        self._records: list[dict[str, Any]] = []  # since the last evaluation
+        self._loss, self._losses = torch.zeros((), device=workload.device), 0
+        self._every = settings.evaluate_every or max(1, self.steps // 20)
+        self._evaluated_at = self._saved_at = 0
+        self._seconds, self._resumed_at = 0.0, time.perf_counter()
+        self._best: float | None = None
+        self._quiet = quiet or self.rank != 0
+        latest = self._latest_checkpoint() if resume else None
+        if latest is not None:
+            self._resume(latest)
+        elif self.rank == 0:
+            folder.clear()
+            folder.create(self._config())
+        self._go_on()
+        self.opt.after_exchange(self._after_exchange)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        title = f"{self.settings.workload} {self.settings.method}"
+        if self.opt.clock == 0:
+            self._evaluate()
+        with ProgressBar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
+            for batch in palsgd.until(self._batches(), self.opt, steps=self.steps):
+                self._gradient(batch)
+                self._timeline.before_step()
+                self.opt.step()
+                self._timeline.after_step()
+                self.opt.zero_grad()
+                bar.at(self.opt.clock)
+        if self._evaluated_at < self.opt.clock:
+            self._evaluate()
+        spans: list[Any] = [None] * self.world
+        dist.all_gather_object(spans, self._timeline.spans())
+        if self.rank == 0:
+            self.folder.append("timeline", [span for each in spans for span in each])
+            self._finish()
+        dist.barrier()
+
+    def _batches(self) -> Iterator[Any]:
+        """By index, so that a resumed run goes on with the next one."""
+        while True:
+            yield self.workload.batch(
+                worker=self.rank,
+                workers=self.world,
+                size=self.settings.batch_size,
+                index=self.opt.gradient_steps,
+            )
+
+    def _gradient(self, batch: Any) -> None:
+        parts = self.settings.micro_batches
+        for number, part in enumerate(split_batch(batch, parts)):
+            with self._exchanging(last=number == parts - 1):
+                with self._autocast():
+                    loss = self.workload.loss(self.model, part) / parts
+                loss.backward()
+            self._loss += loss.detach()
+        self._losses += 1
+
+    def _exchanging(self, *, last: bool) -> AbstractContextManager[Any]:
+        """In the warm-up, DDP averages gradients once, with the last part of a batch."""
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
+
+    def _after_exchange(self) -> None:
+        """Record, evaluate, save. Here and not after step(): all workers come here at the same
+        points of the clock, but one whose next steps are all mixing passes several of them in
+        one step. The end is seen to in train()."""
+        self._record()
+        if self.opt.clock >= self.steps:
+            return
+        due = self._evaluation_is_due()
+        if due:
+            self._evaluate()
+        if self._checkpoint_is_due(due):
+            self._save()
+
+    def _evaluation_is_due(self) -> bool:
+        """At the first exchange at or after each multiple of `every`, as in a simulation. A
+        checkpoint comes after the evaluations due by then, so a resumed run has the same ones."""
+        return self.opt.clock // self._every > self._evaluated_at // self._every
+
+    def _warming_up(self) -> bool:
+        return self.settings.method == "ddp" or self.opt.clock <= self.settings.warmup_steps
+
+    def _checkpoint_is_due(self, evaluated: bool) -> bool:
+        if self.settings.checkpoint_every is None:
+            return evaluated
+        every = self.settings.checkpoint_every * self.opt.method.sync_every
+        return self.opt.clock - self._saved_at >= every
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        """This worker's part of a line; they are put together at the next evaluation, so that
+        recording sends nothing in between."""
+        clock = self.opt.clock
+        warming_up = clock <= self.settings.warmup_steps or self.settings.method == "ddp"
+        due = self._evaluation_is_due() or clock >= self.steps
+        if warming_up and not due and clock % max(1, self.steps // WARMUP_LINES):
+            return
+        ledger, settings = self.opt.ledger, self.settings
+        loss_sum = float(self._loss)  # waits for a GPU; the time is read after that
+        self._records.append(
+            {
+                "step": clock,
+                "gradient_steps": self.opt.gradient_steps,
+                "time_s": self._elapsed(),
+                "bytes_sent": ledger.bytes_sent,
+                "syncs": ledger.syncs,
+                "loss_sum": loss_sum,
+                "losses": self._losses,
+                "lr": settings.lr * learning_rate_factor(settings, self.steps, clock),
+                "distance": 0.0 if warming_up else ledger.distance,
+                "mean_norm": self._mean_norm.take(),
+            }
+        )
+        self._loss.zero_()
+        self._losses = 0
+
+    def _elapsed(self) -> float:
+        return self._seconds + time.perf_counter() - self._resumed_at
+
+    def _evaluate(self) -> None:
+        """The global model, on all ranks together; the clock of the run stands still."""
+        self._pause()
+        if self._warming_up():  # as DDP itself does before its next forward pass
+            for buffer in self.net.buffers():
+                dist.broadcast(buffer, src=0)
+        with self.opt.anchor_weights(), self._autocast():
+            totals = self.workload.totals(self.net, part=self.rank, parts=self.world)
+        dist.all_reduce(totals)
+        loss, metric = self.workload.score(totals)
+        lines = self._joined_records()
+        if self.opt.clock == 0:
+            lines = [start_line(self.settings, self.steps, self.world)]
+        self._evaluated_at = self.opt.clock
+        lines[-1] |= {"loss": loss, "metric": metric}
+        if self.rank == 0:
+            self.folder.append("metrics", lines)
+            self._keep_if_best(metric)
+        if not math.isfinite(loss):
+            raise palsgd.NonFiniteError(
+                f"the validation loss is {loss} at step {self.opt.clock}; lower the learning rate "
+                "or clip gradients"
+            )
+        self._go_on()
+
+    def _joined_records(self) -> list[dict[str, Any]]:
+        """Lines from what all ranks recorded since they last asked."""
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, self._records)
+        self._records = []
+        return [_joined(parts) for parts in zip(*everyone, strict=True)]
+
+    def _pause(self) -> None:
+        wait_for(self.workload.device)
+        self._seconds = self._elapsed()
+        self._timeline.pause()
+
+    def _go_on(self) -> None:
+        dist.barrier()
+        self._resumed_at = time.perf_counter()
+        self._timeline.go_on()
+
+    def _keep_if_best(self, metric: float) -> None:
+        sign = 1 if self.workload.higher_is_better else -1
+        if self._best is None or sign * metric > sign * self._best:
+            self._best = metric
+            with self.opt.anchor_weights():
+                self.folder.write_best(
+                    {"step": self.opt.clock, "metric": metric, "model": self.net.state_dict()}
+                )
+
+    def _config(self) -> dict[str, Any]:
+        return run_config(
+            self.settings, self.workload, self.steps, engine="processes", model=self.net,
+            command=self._command,
+        )  # fmt: skip
+
+    def _finish(self) -> None:
+        lines = self.folder.lines()
+        self.folder.write_summary(
+            summarize(self.folder.config(), lines, plain(self.opt.ledger.as_dict()))
+        )
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Into a folder of its own, which `latest.json` names once all workers have written."""
+        self._pause()
+        place = self.folder.checkpoints / f"step-{self.opt.clock}"
+        palsgd.checkpoint.save(place, self.net, self.opt)
+        torch.save(self._own_state(), place / f"rank-{self.rank}.pt")
+        lines = self._joined_records()  # all ranks have written once this is through
+        if self.rank == 0:
+            self.folder.append("metrics", lines)
+            latest = {"step": self.opt.clock, "time_s": self._seconds, "best": self._best}
+            write_json(self.folder.checkpoints / "latest.json", latest)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine may have a disk of its own
+            self._prune(keep={place.name, f"step-{self._saved_at}"})
+        self._saved_at = self.opt.clock
+        self._go_on()
+
+    def _prune(self, keep: set[str]) -> None:
+        for old in self.folder.checkpoints.glob("step-*"):
+            if old.name not in keep:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _own_state(self) -> dict[str, Any]:
+        """What this rank has beside model and optimizer."""
+        gpu = self.workload.device.type == "cuda"
+        return {
+            "rng": torch.get_rng_state(),
+            "gpu_rng": torch.cuda.get_rng_state(self.workload.device) if gpu else None,
+            "loss": self._loss,
+            "losses": self._losses,
+            "spans": self._timeline.spans(),
+        }
+
+    def _load_own_state(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        torch.set_rng_state(state["rng"])
+        if state["gpu_rng"] is not None and self.workload.device.type == "cuda":
+            torch.cuda.set_rng_state(state["gpu_rng"], self.workload.device)
+        self._loss.copy_(state["loss"])
+        self._losses = state["losses"]
+        self._timeline.restore(state["spans"])
+
+    def _latest_checkpoint(self) -> dict[str, Any] | None:
+        """What rank 0 finds, so that all go on from the same one."""
+        path = self.folder.checkpoints / "latest.json"
+        found = [json.loads(path.read_text()) if self.rank == 0 and path.exists() else None]
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _resume(self, latest: dict[str, Any]) -> None:
+        place = self.folder.checkpoints / f"step-{latest['step']}"
+        palsgd.checkpoint.load(place, self.net, self.opt)
+        self._load_own_state(place / f"rank-{self.rank}.pt")
+        self._seconds, self._best = latest["time_s"], latest["best"]
+        self._timeline.go_on(at=self._seconds)
+        self._evaluated_at = self._saved_at = self.opt.clock
+        if self.rank == 0:
+            self.folder.keep_lines(until_step=self.opt.clock)
+
+
+def run_config(
+    settings: Settings,
+    workload: Workload,
+    steps: int,
+    *,
+    engine: str,
+    model: nn.Module,
+    command: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """What config.yaml says: the settings, resolved, the program and the machine."""
+    return settings.as_dict() | {
+        "steps": steps,
+        "palsgd": palsgd.__version__,
+        **provenance(command),
+        "torch": str(torch.__version__),
+        "device": device_words(workload.device),
+        "simulated": engine != "processes",
+        "engine": engine,
+        "metric": workload.metric,
+        "higher_is_better": workload.higher_is_better,
+        "floor": None if workload.floor is None else float(workload.floor),
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    if parts == 1:
+        return [batch]
+    leaves, shape = pytree.tree_flatten(batch)
+    return [
+        pytree.tree_unflatten(list(each), shape)
+        for each in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)
+    ]
+
+
+def _joined(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One line of metrics.jsonl from all workers' records of the same exchange."""
+    line = dict(parts[0])
+    losses = sum(part["losses"] for part in parts)
+    distances = [part["distance"] for part in parts]
+    total, mean_norm = sum(part["loss_sum"] for part in parts), line.pop("mean_norm")
+    del line["loss_sum"], line["losses"]
+    return line | {
+        "train_loss": total / losses if losses else None,
+        "distance": distances,
+        "agreement": agreement(mean_norm, distances),
+    }
+
+
+def start_line(settings: Settings, steps: int, workers: int) -> dict[str, Any]:
+    zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
+    return zeros | {
+        "train_loss": None,
+        "lr": settings.lr * learning_rate_factor(settings, steps, 0),
+        "distance": [0.0] * workers,
+        "agreement": None,
+    }

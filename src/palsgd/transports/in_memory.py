@@ -1,0 +1,81 @@
+"""Workers that live in one process: a simulator brings their messages together."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from palsgd.codecs.coded_mean import Coded, coded_mean
+from palsgd.transports.transport import Message, Transport, check_agreement
+
+
+class SimulatedTransport(Transport):
+    """A place among K workers. The simulator exchanges; nothing is ever asked of it here.
+
+    `settings` is one list for all workers of a simulation, in which `agree` compares them.
+    """
+
+    def __init__(self, worker: int, workers: int, settings: list[dict[str, Any]]):
+        self.worker, self.workers, self._settings = worker, workers, settings
+
+    def mean(self, message: Message) -> NoReturn:
+        _refuse()
+
+    def scatter(self, rows: Tensor) -> NoReturn:
+        _refuse()
+
+    def gather(self, row: Tensor) -> NoReturn:
+        _refuse()
+
+    def exchange(self, message: Message) -> NoReturn:
+        _refuse()
+
+    def finish(self, message: Message) -> int:
+        """Messages meet when they are started, and are there at once."""
+        return message.handed_over(self.workers)
+
+    def agree(self, settings: dict[str, Any]) -> None:
+        self._settings.append(settings)
+        check_agreement(self._settings, [f"worker {k}" for k in range(len(self._settings))])
+
+
+def _refuse() -> NoReturn:
+    raise RuntimeError("a simulated worker is driven by palsgd.simulate, not by opt.step()")
+
+
+def average_in_memory(messages: Sequence[Message]) -> int:
+    """Do to the messages of K workers, in their order, what K transports would do, with the same
+    bits. Return the bytes that each worker would hand over."""
+    first = messages[0]
+    if first.gather:
+        rows = torch.stack([message.values for message in messages])
+        for message in messages:
+            message.rows = rows
+    elif len(messages) > 1:
+        average = _plain_mean if first.codec is None else _coded_mean
+        average(messages)
+    return first.handed_over(len(messages))
+
+
+def _plain_mean(messages: Sequence[Message]) -> None:
+    total = messages[0].values.clone()
+    for message in messages[1:]:
+        total += message.values
+    total /= len(messages)
+    for message in messages:
+        message.values.copy_(total)
+
+
+def _coded_mean(messages: Sequence[Message]) -> None:
+    coded = [_coded(message, len(messages)) for message in messages]
+    type(coded[0]).in_memory(coded)
+    for message, each in zip(messages, coded, strict=True):
+        message.left = each.left
+    for message in messages[1:]:  # all would decode the same bytes
+        message.values.copy_(messages[0].values)
+
+
+def _coded(message: Message, workers: int) -> Coded:
+    assert message.codec is not None
+    return coded_mean(message.values, message.exact, message.codec, message.residue, workers)

@@ -1,0 +1,192 @@
+"""The contract of a transport: it replaces a message by its mean over the workers.
+
+A transport of one's own is a subclass that sets `worker` and `workers` and has `mean`. That is
+enough to train, with delay too; `scatter` and `gather` add compressed messages.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from palsgd.codecs.codec import Codec
+from palsgd.codecs.coded_mean import Residue, coded_mean, message_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class UnsupportedError(ValueError):
+    """A transport is asked for something that it does not have."""
+
+
+@dataclass(eq=False)
+class Message:
+    """Values to be replaced by their mean over the workers, all of which bring one like it.
+
+    With a `codec` the mean is that of coded values (see palsgd.codecs), but for the last `exact`
+    of them. With `gather` the values stay, no codec is used, and all workers' are in `rows`; these
+    are to be read and not changed, as workers in one process share them.
+    """
+
+    values: Tensor  # flat; replaced in place
+    exact: int = 0
+    codec: Codec | None = None
+    residue: Residue | None = None
+    left: Residue | None = None  # set by the exchange: what was not sent
+    gather: bool = False
+    rows: Tensor | None = None  # (workers, len(values)) after a gather
+    sent: int = 0  # set by an exchange that was started and is through: its bytes
+
+    def handed_over(self, workers: int) -> int:
+        """The bytes that one of so many workers hands over for this message."""
+        return message_bytes(
+            elements=len(self.values),
+            exact=self.exact,
+            itemsize=self.values.itemsize,
+            codec=None if self.gather else self.codec,
+            workers=workers,
+        )
+
+
+class Transport(ABC):
+    worker: int = 0  # which worker this is
+    workers: int = 1  # how many there are
+    rank_inside: int = 0  # which one this is of the ranks that together are this worker
+    inside: "ProcessGroup | None" = None  # those ranks, if several
+
+    @abstractmethod
+    def mean(self, message: Message) -> int | None:
+        """Replace `message.values` by their mean over all workers, in place; the same bits on
+        every worker. Return the bytes this worker handed over, or None to have them counted as
+        those of the values."""
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        """Send row k of `rows` to worker k. Return the rows that all workers sent to this one, in
+        their order."""
+        self._refuse("scatter", "compress=...")
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Send `row` to all workers. Return every worker's, in their order."""
+        self._refuse("gather", "compress=..., or a method that collects all workers' values,")
+
+    def exchange(self, message: Message) -> int:
+        """Do with `message` what it says. Return the bytes this worker handed over."""
+        if message.gather:
+            one = self.workers == 1
+            message.rows = message.values.clone()[None] if one else self.gather(message.values)
+        elif message.codec is None:
+            sent = self.mean(message)
+            return message.handed_over(self.workers) if sent is None else sent
+        elif self.workers > 1:
+            coded = coded_mean(
+                message.values, message.exact, message.codec, message.residue, self.workers
+            )
+            coded.exchange(self)
+            message.left = coded.left
+        return message.handed_over(self.workers)
+
+    def start(self, message: Message) -> None:
+        """Begin an exchange that may run while training goes on. By default it runs at once."""
+        message.sent = self.exchange(message)
+
+    def finish(self, message: Message) -> int:
+        """Wait for an exchange that was started. Return its bytes; may be called again."""
+        return message.sent
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027
+        """Be ready for `start` with messages on `device`. All workers call it once where the delay
+        is not 0."""
+
+    def combine(self, values: Tensor) -> None:  # noqa: B027
+        """Sum a small integer tensor over the ranks that together are this worker, in place. A
+        worker of one rank has nothing to do."""
+
+    def sum_over_shards(self, values: Tensor) -> None:  # noqa: B027
+        """Sum a small floating-point tensor, such as squared norms of shards, over the ranks that
+        together are this worker, in place. A worker of one rank has nothing to do."""
+
+    def check(self, codec: Codec | None) -> None:
+        """Raise an UnsupportedError if messages with `codec` need a method that is not there."""
+        if codec is None or self.workers == 1:
+            return
+        kind = type(self)
+        if not codec.gathered and kind.scatter is Transport.scatter:
+            self._refuse("scatter", f"compress={codec.name!r}")
+        if kind.gather is Transport.gather:
+            self._refuse("gather", f"compress={codec.name!r}")
+
+    def agree(self, settings: dict[str, Any]) -> None:
+        """Raise a ValueError on every worker unless all workers call with equal settings.
+
+        By default a digest of the settings travels through `mean`, so workers that differ are
+        named, but not in what they differ.
+        """
+        lines = _digests_of_all(self, _digest(settings))
+        common = Counter(lines).most_common(1)[0][0]
+        odd = [str(worker) for worker, line in enumerate(lines) if line != common]
+        if odd:
+            raise ValueError(
+                f"worker {', '.join(odd)} of {self.workers} has other settings than the rest; give "
+                f"every worker the same. This is worker {self.worker}, with {settings}"
+            )
+
+    def _refuse(self, method: str, user: str) -> NoReturn:
+        kind = type(self).__name__
+        raise UnsupportedError(
+            f"{kind} has no {method}(), which {user} needs; add {kind}.{method} as described in "
+            f"palsgd.transports.Transport.{method}, or leave that out"
+        )
+
+
+def _digest(settings: dict[str, Any]) -> list[int]:
+    """64 bits of the settings, as four numbers of 16 bits."""
+    text = repr(sorted(settings.items())).encode()
+    found = hashlib.blake2b(text, digest_size=8).digest()
+    return [found[i] << 8 | found[i + 1] for i in range(0, 8, 2)]
+
+
+def _digests_of_all(transport: Transport, mine: list[int]) -> list[tuple[int, ...]]:
+    """Every worker fills its own line of zeros, so the mean has them all. K times a float32 mean
+    over K workers is off by at most one part in 2^23, so rounding gives back any integer below
+    2^16 exactly."""
+    lines = torch.zeros(transport.workers, len(mine))
+    lines[transport.worker] = torch.tensor(mine, dtype=torch.float32)
+    transport.mean(Message(lines.view(-1)))
+    total = (lines.double() * transport.workers).round().long()
+    return [tuple(line) for line in total.tolist()]
+
+
+_ambient: ContextVar["Transport | None"] = ContextVar("ambient transport", default=None)
+
+
+@contextmanager
+def ambient(transport: Transport) -> Iterator[None]:
+    """Optimizers built inside use `transport` unless told otherwise."""
+    token = _ambient.set(transport)
+    try:
+        yield
+    finally:
+        _ambient.reset(token)
+
+
+def ambient_transport() -> Transport | None:
+    return _ambient.get()
+
+
+def check_agreement(settings: list[dict[str, Any]], names: list[str]) -> None:
+    """The first setting in which a worker differs from the first one, as a ValueError."""
+    for name, theirs in zip(names, settings, strict=True):
+        for setting, value in settings[0].items():
+            if theirs.get(setting) != value:
+                raise ValueError(
+                    f"{setting} differs between workers: {name} has {theirs.get(setting)!r}, "
+                    f"{names[0]} has {value!r}; give every worker the same"
+                )

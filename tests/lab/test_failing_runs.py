@@ -1,0 +1,84 @@
+"""Runs that fail, and folders that hold several kinds: nothing else is lost or mixed up."""
+
+import os
+
+import pytest
+
+from palsgd.lab.comparison import compared
+from support.commands import apart, palsgd, summary
+
+SHORT = ("inner=sgd", "steps=24", "workers=2", "sync_every=8", "warmup_steps=4")
+
+
+@pytest.mark.parametrize("way", ["simulated", pytest.param("processes", marks=pytest.mark.slow)])
+def test_a_point_that_diverges_ends_alone_and_is_not_tried_again(tmp_path, way):
+    out = tmp_path / "sweep"
+    flags = ("--simulate",) if way == "simulated" else ()
+    call = palsgd if flags else apart
+    command = ("sweep", "digits", "lr=1e30,0.05,0.02", "mix_rate=0", *SHORT, "--no-report",
+               "--out", out, *flags)  # fmt: skip
+    said = call(*command)
+    assert said.code == 1
+    assert "1 of the runs failed (lr=1e30" in said.err
+    assert set(summary(out)) == {"lr=0.05", "lr=0.02"}
+    assert "nan" in (out / "lr=1e30" / "failed.txt").read_text()
+    written = {path: path.stat().st_mtime for path in out.glob("*/metrics.jsonl")}
+    assert call(*command, "--resume").code == 1
+    assert {path: path.stat().st_mtime for path in out.glob("*/metrics.jsonl")} == written
+
+
+@pytest.mark.slow
+def test_ddp_that_diverges_fails_in_processes_too(tmp_path):
+    said = apart("train", "digits", *SHORT, "lr=1e30", "--method", "ddp", "--out", tmp_path / "r")
+    assert said.code == 1
+    assert "the validation loss is nan" in said.err
+
+
+def record(method, metric, **more):
+    return {"method": method, "final_metric": metric, "gradient_steps": 10, "wall_s": 1.0, **more}
+
+
+def test_the_target_is_that_of_the_ddp_run_most_alike():
+    settings = {
+        "a": {"method": "ddp", "steps": 100, "lr": 0.1},
+        "b": {"method": "ddp", "steps": 1000, "lr": 0.1},
+        "c": {"method": "palsgd", "steps": 1000, "lr": 0.1},
+    }
+    records = {"a": record("ddp", 0.7), "b": record("ddp", 0.9), "c": record("palsgd", 0.8)}
+    found = compared(records, {name: [] for name in records}, True, settings)
+    assert [found[name]["target"] for name in "abc"] == [0.7, 0.9, 0.9]
+
+
+def test_force_starts_the_whole_folder_over(tmp_path):
+    out = tmp_path / "runs"
+    common = ("digits", *SHORT, "--simulate", "--no-report", "--out", out)
+    assert palsgd("compare", *common, "--methods", "ddp,palsgd").code == 0
+    said = palsgd("compare", *common, "--methods", "diloco", "--force")
+    assert said.code == 0
+    assert set(summary(out)) == {"diloco"}
+    assert "palsgd" not in said.out.replace(str(out), "")
+
+
+def test_simulated_and_real_runs_do_not_share_a_folder(tmp_path):
+    out = tmp_path / "runs"
+    common = ("train", "digits", *SHORT, "--no-report", "--out", out)
+    assert palsgd(*common, "--simulate").code == 0
+    said = palsgd(*common, "--resume")
+    assert said.code == 2
+    assert "was run with simulated=True, now it is False" in said.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--simulate", "--out", "x"), "--simulate needs one process"),
+        ((), "under torchrun give --out DIR"),
+    ],
+)
+def test_what_torchrun_cannot_do_is_refused(monkeypatch, tmp_path, flags, reason):
+    monkeypatch.chdir(tmp_path)
+    for key, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setitem(os.environ, key, value)
+    said = palsgd("train", "digits", "--workers", 2, *flags)
+    assert said.code == 2
+    assert reason in said.err

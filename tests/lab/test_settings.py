@@ -1,0 +1,136 @@
+"""Settings: what is accepted, what is refused and how, and what follows from them."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from palsgd.lab import workloads
+from palsgd.lab.factory import build_optimizer, learning_rate_factor
+from palsgd.lab.run_set import grid_of, random_points
+from palsgd.lab.settings import FIELDS, METHODS, Settings, assignments, parsed
+from palsgd.lab.trainer import split_batch
+
+base = Settings(workload="digits", steps=100)
+
+
+def test_every_field_can_be_given_as_text():
+    for name in FIELDS:
+        value = getattr(base, name)
+        if value is not None:
+            assert base.changed({name: str(value)}) == base
+    assert base.changed({"max_norm": "0.5"}).max_norm == 0.5
+    assert base.changed({"max_norm": "0.5"}).changed({"max_norm": "none"}).max_norm is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stepz": "3"}, "there is no setting 'stepz'; did you mean 'steps'?"),
+        ({"steps": "abc"}, "steps=abc is no whole number"),
+        ({"steps": "1.5"}, "steps=1.5 is no whole number"),
+        ({"lr": "fast"}, "lr=fast is no number"),
+        ({"lr": "nan"}, "lr=nan"),
+        ({"lr": "-1"}, "lr=-1"),
+        ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"workers": "-2"}, "workers=-2 must be at least 1"),
+        ({"epochs": "-1"}, "epochs=-1"),
+        ({"warmup_steps": "-1"}, "warmup_steps=-1"),
+        ({"mix_prob": "1"}, "mix_prob=1"),
+        ({"mix_rate": "-1"}, "mix_rate=-1"),
+        ({"max_norm": "0"}, "max_norm=0"),
+        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'ddp', 'localsgd'"),
+        ({"batch_size": 10, "micro_batches": 4}, "not a multiple of micro_batches=4"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_value(changes, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        base.changed(changes)
+
+
+def test_a_word_that_is_no_assignment_is_refused():
+    for word in ("lr", "lr=", "=3"):
+        with pytest.raises(ValueError, match=r"field=value|no setting"):
+            assignments([word])
+
+
+def test_steps_and_epochs_exclude_each_other():
+    epochs = base.changed({"epochs": 2})
+    assert (epochs.steps, epochs.epochs) == (None, 2)
+    assert epochs.total_steps(1280) == 2 * 1280 // (4 * 32)
+    assert epochs.changed({"steps": 7}).total_steps(1280) == 7
+    with pytest.raises(ValueError, match="add for instance --steps 1000"):
+        Settings(workload="digits").total_steps(100)
+
+
+def test_a_grid_is_all_combinations_and_their_names_tell_the_values():
+    points = grid_of(base, {"sync_every": ["8", "16"], "seed": ["1", "2"]})
+    assert list(points) == [
+        "sync_every=8,seed=1", "sync_every=8,seed=2", "sync_every=16,seed=1", "sync_every=16,seed=2"
+    ]  # fmt: skip
+    assert [(x.sync_every, x.seed) for x in points.values()] == [(8, 1), (8, 2), (16, 1), (16, 2)]
+
+
+def test_random_points_are_distinct_within_their_ranges_and_the_same_each_time():
+    ranges = {"lr": ["1e-4..1e-1"], "sync_every": ["8..64"], "method": ["diloco", "palsgd"]}
+    points = random_points(base, ranges, 40, seed=3)
+    assert points == random_points(base, ranges, 40, seed=3) != random_points(base, ranges, 40, 4)
+    assert len(points) == 40
+    assert all(1e-4 <= x.lr <= 1e-1 and 8 <= x.sync_every <= 64 for x in points.values())
+    assert {x.method for x in points.values()} == {"diloco", "palsgd"}
+    below = sum(x.lr < 10**-2.5 for x in points.values())
+    assert 10 <= below <= 30  # even in the logarithm: about half
+    assert len(random_points(base, {"seed": ["1", "2"]}, 40, seed=3)) == 2  # there are no more
+    for text in ("1e-1..1e-4", "a..b", "0..1"):
+        with pytest.raises(ValueError, match="is no range"):
+            random_points(base, {"lr": [text]}, 2, seed=3)
+
+
+def test_the_learning_rate_warms_up_then_falls_as_half_a_cosine():
+    settings = base.changed({"lr_warmup_steps": 10, "schedule": "cosine"})
+    factors = [learning_rate_factor(settings, 110, clock) for clock in range(111)]
+    assert factors[:10] == [(clock + 1) / 11 for clock in range(10)]
+    assert factors[10] == 1.0
+    assert factors[60] == pytest.approx(0.5)
+    assert factors[110] == pytest.approx(0.0)
+    assert factors[35] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    constant = base.changed({"lr_warmup_steps": 10})
+    assert learning_rate_factor(constant, 110, 100) == 1.0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_schedule_follows_the_clock_and_mixing_steps_are_ticks(method):
+    settings = base.changed(
+        {"method": method, "schedule": "cosine", "mix_prob": 0.5, "sync_every": 8, "lr": 0.1}
+    )
+    model = torch.nn.Linear(3, 1)
+    opt = build_optimizer(settings, 100, model)
+    while opt.clock < 60:
+        model(torch.ones(2, 3)).sum().backward()
+        opt.step()
+        expected = 0.1 * learning_rate_factor(settings, 100, opt.clock)
+        assert opt.param_groups[0]["lr"] == pytest.approx(expected)
+    assert (opt.gradient_steps < opt.clock) == (method == "palsgd")
+
+
+def test_parts_of_a_batch_are_its_parts():
+    batch = (torch.arange(8), {"y": torch.arange(16).reshape(8, 2)})
+    parts = split_batch(batch, 4)
+    assert len(parts) == 4
+    assert torch.equal(torch.cat([part[0] for part in parts]), batch[0])
+    assert torch.equal(torch.cat([part[1]["y"] for part in parts]), batch[1]["y"])
+
+
+def test_every_recipe_builds_and_its_grids_fit_it():
+    names = workloads.recipes()
+    assert {each.workload for each in names.values()} == set(workloads.names())
+    for name, fields in workloads.grids().items():
+        points = grid_of(names[name.partition("/")[0]], fields)
+        assert len(points) == math.prod(len(values) for values in fields.values())
+
+
+def test_values_that_are_no_text_pass_as_they_are():
+    assert parsed("lr", 0.5) == 0.5
+    assert parsed("steps", None) is None

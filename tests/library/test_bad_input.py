@@ -1,0 +1,350 @@
+"""Bad input is one ValueError: one line that says what was given and what to use instead."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import palsgd
+from support.patience import patient
+from support.problems import batches, mse
+
+GOOD = dict(sync_every=4, mix_prob=0.25, mix_rate=2.0)
+
+
+def linear():
+    return nn.Linear(4, 3).double()
+
+
+def build(model=None, inner=None, **rules):
+    model = model or linear()
+    inner = inner or torch.optim.SGD(model.parameters(), lr=0.1)
+    return palsgd.PALSGD(model, inner, **(dict(transport=palsgd.Alone()) | GOOD | rules))
+
+
+def step(model, opt):
+    mse(model, batches(0)[0]).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def refused(call, *texts):
+    """`call` raises a ValueError of one line that holds every text."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the texts are looked for below)
+        call()
+    assert caught.type is ValueError
+    check_message(str(caught.value), *texts)
+    return str(caught.value)
+
+
+def check_message(message, *texts):
+    assert "\n" not in message
+    for text in texts:
+        assert text in message, f"{text!r} is not in: {message}"
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.0, 1.5, NAN, math.inf, None, "0.1", [0.1], True])
+def test_mix_prob_must_be_a_number_from_0_up_to_1(value):
+    refused(lambda: build(mix_prob=value), f"mix_prob={value!r}", "[0, 1)", "use 0")
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, 4.0, NAN, None, "8", True])
+@pytest.mark.parametrize("method", [palsgd.DiLoCo, palsgd.LocalSGD, "PALSGD"])
+def test_sync_every_must_be_a_whole_number_from_1(value, method):
+    def call():
+        if method == "PALSGD":
+            return build(sync_every=value)
+        model = linear()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return method(model, inner, sync_every=value, transport=palsgd.Alone())
+
+    refused(call, f"sync_every={value!r}", "whole number >= 1")
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert build(sync_every=np.int64(4), seed=np.int32(1), warmup_steps=np.int64(2)).clock == 0
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, None, "8", NAN])
+@pytest.mark.parametrize("name", ["warmup_steps", "seed"])
+def test_warmup_steps_and_seed_must_be_whole_and_not_negative(name, value):
+    refused(lambda: build(**{name: value}), f"{name}={value!r}", "whole number >= 0")
+
+
+@pytest.mark.parametrize("value", [-1.0, NAN, math.inf, None, "2"])
+def test_mix_rate_must_be_a_finite_number_from_0(value):
+    refused(lambda: build(mix_rate=value), f"mix_rate={value!r}", "finite number >= 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [
+        ("draws", "fair", ("balanced", "independent", "shared")),
+        ("draws", None, ("balanced", "independent", "shared")),
+        ("buffers", "sum", ("average", "local", "recompute")),
+        ("on_nonfinite", "ignore", ("raise", "skip")),
+        ("on_nonfinite", True, ("raise", "skip")),
+    ],
+)
+def test_an_unknown_choice_is_answered_with_the_known_ones(name, value, choices):
+    refused(lambda: build(**{name: value}), f"{name}={value!r}", *map(repr, choices))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, NAN, math.inf])
+@pytest.mark.parametrize("name", ["max_norm", "bucket_mb"])
+def test_max_norm_and_bucket_mb_must_be_positive(name, value):
+    refused(lambda: build(**{name: value}), f"{name}={value!r}", "> 0")
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, None])
+def test_until_needs_a_whole_number_of_steps(steps):
+    refused(lambda: next(palsgd.until([], build(), steps=steps)), f"steps={steps!r}", "whole")
+
+
+@pytest.mark.parametrize(
+    ("method", "rules"),
+    [
+        (palsgd.PALSGD, GOOD),
+        (palsgd.DiLoCo, dict(sync_every=4)),
+        (palsgd.LocalSGD, dict(sync_every=4)),
+        (palsgd.DDP, {}),
+    ],
+)
+def test_an_unknown_keyword_is_a_type_error_that_names_it(method, rules):
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="sync_evry"):
+        method(model, inner, transport=palsgd.Alone(), sync_evry=4, **rules)
+
+
+# -- beta --------------------------------------------------------------------------------------
+
+
+def two_groups(model, first, second):
+    return torch.optim.SGD(
+        [{"params": [model.weight], "lr": first}, {"params": [model.bias], "lr": second}]
+    )
+
+
+def test_a_beta_above_1_names_the_group_the_value_and_the_largest_mix_rate():
+    """The paper's own example: eta 64, p 0.025, alpha 1e-3 gives 2.56."""
+    model = linear()
+    refused(
+        lambda: build(model, two_groups(model, 1e-6, 1e-3), mix_prob=0.025, mix_rate=64.0),
+        "mix_rate=64", "2.56", "group 1", "0.001", "mix_rate <= 25",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("lr", "p"), [(1e-3, 0.025), (0.003, 0.1), (0.003, 0.2), (0.007, 0.3)])
+def test_the_largest_mix_rate_that_the_message_names_is_accepted(lr, p):
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=lr)
+    message = refused(lambda: build(model, inner, mix_prob=p, mix_rate=1e4), "mix_rate <=")
+    largest = float(re.search(r"mix_rate <= ([\d.e+-]+)", message)[1])
+    assert largest == pytest.approx(p / lr, rel=1e-4)
+    build(model, inner, mix_prob=p, mix_rate=largest)
+
+
+def test_beta_of_exactly_1_and_0_are_legal():
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    build(model, inner, mix_prob=0.025, mix_rate=25.0)
+    build(model, inner, mix_prob=0.025, mix_rate=0.0)
+
+
+def test_a_beta_that_a_schedule_drives_above_1_is_refused_when_it_is_met():
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    rise = lambda opt: LambdaLR(opt, lambda t: 1.0 + t)  # noqa: E731
+    opt = build(model, inner, mix_prob=0.25, mix_rate=2.0, scheduler=rise)
+
+    def train():
+        for _ in range(20):
+            step(model, opt)
+
+    refused(train, "mix_rate=2", "beta=", "group 0", "mix_rate <=")
+
+
+# -- the model and its inner optimizer ---------------------------------------------------------
+
+
+def test_an_inner_optimizer_of_another_model_is_refused():
+    stranger = torch.optim.SGD(nn.Linear(5, 2).parameters(), lr=0.1)
+    refused(lambda: build(linear(), stranger), "2 tensor(s)", "(2, 5)", "model.parameters()")
+
+
+def test_an_inner_optimizer_that_misses_a_trainable_parameter_is_refused():
+    model = linear()
+    partial = torch.optim.SGD([model.weight], lr=0.1)
+    refused(lambda: build(model, partial), "1 trainable", "bias", "requires_grad_(False)")
+    model.bias.requires_grad_(False)
+    build(model, partial)
+
+
+def test_a_model_with_nothing_to_train_is_refused():
+    model = linear().requires_grad_(False)
+    refused(lambda: build(model), "no trainable parameter", "unfreeze")
+
+
+def test_a_model_on_several_devices_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3, device="meta"))
+    refused(lambda: build(model), "cpu", "meta", "one device", "fully_shard")
+
+
+def test_a_complex_parameter_is_refused():
+    model = nn.Linear(4, 3, dtype=torch.complex64)
+    refused(lambda: build(model), "weight", "floating-point", "freeze")
+
+
+def test_a_run_without_a_process_group_is_refused():
+    assert not dist.is_initialized()
+    refused(lambda: build(transport=None), "not initialised", "init_process_group", "torchrun")
+
+
+@pytest.mark.parametrize("outer", [lambda params: None, list])
+def test_an_outer_that_does_not_make_an_optimizer_is_refused(outer):
+    refused(lambda: build(outer=outer), "outer", "optimizer", "palsgd.nesterov(")
+
+
+@pytest.mark.parametrize("outer", ["nesterov", 0.7])
+def test_an_outer_that_cannot_be_called_is_refused(outer):
+    refused(lambda: build(outer=outer), "outer", "palsgd.nesterov(")
+
+
+def test_a_parameter_group_cannot_be_added_afterwards():
+    opt = build()
+    group = {"params": [nn.Parameter(torch.zeros(2))]}
+    refused(lambda: opt.add_param_group(group), "cannot be added", "inner optimizer")
+    assert len(opt.param_groups) == 1
+
+
+def frozen_bias():
+    model = linear()
+    model.bias.requires_grad_(False)
+    return model, build(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def run_a_round(model, opt):
+    for _ in range(2 * GOOD["sync_every"]):
+        step(model, opt)
+
+
+def test_a_parameter_that_is_unfrozen_afterwards_is_refused_at_the_sync():
+    model, opt = frozen_bias()
+    step(model, opt)
+    model.bias.requires_grad_(True)
+    refused(lambda: run_a_round(model, opt), "unfrozen", "build a new")
+
+
+def test_a_parameter_that_is_frozen_afterwards_is_refused_at_the_sync():
+    model = linear()
+    opt = build(model)
+    step(model, opt)
+    model.bias.requires_grad_(False)
+    refused(lambda: run_a_round(model, opt), "frozen", "build a new")
+
+
+def test_a_parameter_unfrozen_in_place_of_another_is_refused_at_the_sync():
+    model, opt = frozen_bias()
+    step(model, opt)
+    model.bias.requires_grad_(True)
+    model.weight.requires_grad_(False)
+    refused(lambda: run_a_round(model, opt), "unfrozen", "build a new")
+
+
+# -- settings that differ between ranks --------------------------------------------------------
+
+
+def batch_norm(there):
+    last = [nn.BatchNorm1d(3, affine=False)] if there else []
+    return nn.Sequential(nn.Linear(4, 3), *last).double()
+
+
+OTHER = {
+    "sync_every": dict(sync_every=5),
+    "seed": dict(seed=77),
+    "mix_prob": dict(mix_prob=0.5),
+    "mix_rate": dict(mix_rate=1.25),
+    "warmup_steps": dict(warmup_steps=6),
+    "draws": dict(draws="shared"),
+    "buffers": dict(buffers="local"),
+    "on_nonfinite": dict(on_nonfinite="skip"),
+    "max_norm": dict(max_norm=1.5),
+    "outer lr": dict(outer=palsgd.nesterov(lr=0.125)),
+    "bucket_mb": dict(bucket_mb=64 / 2**20),
+}
+
+
+def mismatched(name, odd):
+    torch.manual_seed(0)
+    me = dist.get_rank() == odd
+    model = nn.Linear(4, 3).double()
+    wrapper = DistributedDataParallel(model)  # on every rank: its constructor sends messages
+    if name == "shape" and me:
+        model = nn.Linear(3, 4).double()
+    if name == "dtype" and me:
+        model = nn.Linear(4, 3)
+    if name == "frozen" and me:
+        model.bias.requires_grad_(False)
+    if name == "batch norm":
+        model = batch_norm(me)
+    if name == "wrapped" and me:
+        model = wrapper
+    inner = torch.optim.AdamW if name == "inner" and me else torch.optim.SGD
+    inner = inner(model.parameters(), lr=0.1)
+    if name == "method" and me:
+        opt = palsgd.DDP(model, inner)
+    else:
+        opt = palsgd.PALSGD(model, inner, **(GOOD | (OTHER.get(name, {}) if me else {})))
+    for batch in palsgd.until(batches(), opt, steps=8):  # no hang, whatever was missed
+        mse(model, batch).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+MISMATCHES = {
+    "sync_every": ("sync_every", "4", "5"),
+    "seed": ("seed", "0", "77"),
+    "mix_prob": ("mix_prob", "0.25", "0.5"),
+    "mix_rate": ("mix_rate", "2.0", "1.25"),
+    "warmup_steps": ("warmup_steps", "0", "6"),
+    "draws": ("draws", "'balanced'", "'shared'"),
+    "buffers": ("buffers", "'average'", "'local'"),
+    "on_nonfinite": ("on_nonfinite", "'raise'", "'skip'"),
+    "max_norm": ("max_norm", "None", "1.5"),
+    "outer lr": ("outer", "lr=0.2", "lr=0.125"),
+    "method": ("method", "'PALSGD'", "'DDP'"),
+    "inner": ("inner", "'SGD'", "'AdamW'"),
+    "shape": ("parameters",),
+    "dtype": ("parameters",),
+    "frozen": ("parameters", "15", "12"),
+    "wrapped": ("Wrapped", "InStep"),
+    "bucket_mb": ("bucket_mb", "128"),
+    "batch norm": ("buffers",),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_setting_that_differs_is_told_on_every_rank_with_rank_and_both_values(world, name):
+    for got in world.outcomes(mismatched, workers=2, timeout=8, name=name, odd=1):
+        assert got.error == "ValueError", got.trace
+        check_message(got.message, "rank 0", "rank 1", *MISMATCHES[name])
+        assert got.seconds < patient(8)
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_of_three_ranks_the_odd_one_is_named(world, odd):
+    for got in world.outcomes(mismatched, workers=3, timeout=8, name="sync_every", odd=odd):
+        assert got.error == "ValueError", got.trace
+        check_message(got.message, f"rank {odd} has 5", "rank 0 has 4")

@@ -1,0 +1,243 @@
+"""Codes for outer gradients: what they keep, what they weigh, and the mean of coded messages."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import palsgd
+from palsgd.compression import BLOCK, CodedMean, find_codec
+from support.core_access import layout_size, residues_of
+from support.problems import batches, linear, mse, train, vector
+
+CODECS = ["bf16", "int8", "int4", "topk:0.05"]
+
+
+def by_hand(name, x):
+    """What decoding gives back, in NumPy."""
+    blocks = x.reshape(-1, BLOCK).astype(np.float64)
+    if name == "bf16":
+        return torch.tensor(x).bfloat16().double().numpy()
+    if name == "int8":
+        scale = np.abs(blocks).max(axis=1, keepdims=True) / 127
+        return (np.round(blocks / scale) * scale).ravel()
+    if name == "int4":
+        parts = x.reshape(-1, 64).astype(np.float64)
+        scale = np.abs(parts).max(axis=1, keepdims=True) / 7
+        scale = torch.tensor(scale).bfloat16().double().numpy()
+        return (np.clip(np.round(parts / scale), -7, 7) * scale).ravel()
+    kept = np.zeros_like(blocks)
+    for row, out in zip(blocks, kept, strict=True):
+        places = np.argsort(-np.abs(row))[: round(0.05 * BLOCK)]
+        out[places] = torch.tensor(row[places]).float().bfloat16().double().numpy()
+    return kept.ravel()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_code_is_what_its_description_says(name):
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=6 * BLOCK) * np.exp(3 * rng.normal(size=6 * BLOCK))).astype(np.float32)
+    codec = find_codec(name)
+    codes = codec.encode(torch.tensor(x).view(-1, BLOCK))
+    assert codes.dtype == torch.uint8
+    assert codes.shape == (6, codec.width)
+    np.testing.assert_allclose(codec.decode(codes).view(-1), by_hand(name, x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("bf16", 16), ("int8", 8.125), ("int4", 4.25), ("topk:0.03125", 0.75)]
+)
+def test_a_code_has_the_bits_per_number_that_are_claimed(name, bits):
+    assert find_codec(name).width * 8 / BLOCK == bits
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("fill", [0.0, 1e-38, 1e-44, -3e38, 1.0])
+def test_extreme_values_survive(name, fill):
+    codec = find_codec(name)
+    got = codec.decode(codec.encode(torch.full((2, BLOCK), fill)))
+    assert got.isfinite().all()
+    if name in ("int8", "int4", "bf16") and abs(fill) >= 1e-29:
+        torch.testing.assert_close(got, torch.full((2, BLOCK), fill), rtol=0.01, atol=0)
+
+
+def in_one_process(values, exact, name, residues):
+    """The two steps of a coded mean, all workers side by side."""
+    codec, workers = find_codec(name), len(values)
+    coded = [CodedMean(v, exact, codec, r, workers) for v, r in zip(values, residues, strict=True)]
+    sent = torch.stack([each.chunks() for each in coded])
+    means = torch.stack([each.mean(sent[:, k]) for k, each in enumerate(coded)])
+    for each in coded:
+        each.accept(means)
+    return coded, sent
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 255, 1000, 5000])
+def test_nothing_is_lost_what_is_not_in_the_mean_is_left_for_later(name, workers, size):
+    """mean of what was brought = mean that came out + what stays: exactly what error feedback
+    means, over both steps."""
+    torch.manual_seed(0)
+    brought = [torch.randn(size + 7) for _ in range(workers)]
+    values = [b.clone() for b in brought]
+    coded, sent = in_one_process(values, 7, name, [None] * workers)
+    own = torch.stack([each.left.own for each in coded]).double().mean(dim=0)
+    of_means = torch.cat([each.left.mean for each in coded]).double()
+    expected = torch.stack([b.double() for b in brought]).mean(dim=0)
+    got = values[0].double()[:size] + (own + of_means)[:size]
+    torch.testing.assert_close(got, expected[:size], rtol=0, atol=1e-5)
+    torch.testing.assert_close(values[0][size:], expected[size:].float())  # as they are
+    assert all(torch.equal(v, values[0]) for v in values)
+    assert sent[0].nbytes == coded[0].nbytes
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_with_error_feedback_the_sum_over_rounds_stays_near_the_true_sum(name):
+    """Without it, top-k would never send the small elements at all."""
+    torch.manual_seed(0)
+    workers, size, rounds = 3, 2000, 200
+    direction = [torch.randn(size) for _ in range(workers)]
+    true = torch.stack(direction).mean(dim=0) * rounds
+    total, residues = torch.zeros(size), [None] * workers
+    for _ in range(rounds):
+        values = [d.clone() for d in direction]
+        coded, _ = in_one_process(values, 0, name, residues)
+        residues = [each.left for each in coded]
+        total += values[0]
+    assert float((total - true).norm() / true.norm()) < 0.15
+
+
+# -- in training ---------------------------------------------------------------------------------
+
+
+def train_job(method="DiLoCo", steps=40, wide=False, bucket_mb=128.0, **kw):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3).double() if not wide else wide_net()
+    kind = palsgd.DiLoCo if method == "DiLoCo" else palsgd.LocalSGD
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    opt = kind(model, inner, sync_every=5, bucket_mb=bucket_mb, **kw)
+    train(model, opt, batches(dtype=next(model.parameters()).dtype), steps)
+    return vector(model), opt.ledger.as_dict(), layout_size(opt)
+
+
+def wide_net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Tanh(), torch.nn.Linear(300, 3))
+
+
+@pytest.mark.parametrize("compress", CODECS)
+def test_all_workers_hold_the_same_global_model(world, compress):
+    """The consensus guard compares them at each sync."""
+    got = world.run(train_job, workers=3, compress=compress, wide=True)
+    for weights, _, _ in got:
+        np.testing.assert_array_equal(weights, got[0][0])
+
+
+@pytest.mark.parametrize(
+    ("compress", "tolerance"), [("bf16", 2e-4), ("int8", 2e-4), ("int4", 2e-3)]
+)
+def test_a_compressed_run_stays_near_the_uncompressed_one(world, compress, tolerance):
+    plain = world.run(train_job, workers=2, wide=True, method="LocalSGD")[0][0]
+    coded = world.run(train_job, workers=2, wide=True, method="LocalSGD", compress=compress)[0][0]
+    assert 0 < np.abs(coded - plain).max() < tolerance
+
+
+@pytest.mark.parametrize(("compress", "width"), [("bf16", 512), ("int8", 260), ("int4", 136)])
+def test_the_ledger_counts_what_is_handed_to_the_sockets(world, compress, width):
+    """Blocks of 256 in equal chunks for two workers, and eight numbers of the roll call."""
+    _, ledger, size = world.run(train_job, workers=2, wide=True, compress=compress)[0]
+    blocks = -(-size // (2 * BLOCK)) * 2
+    assert {e["bytes_sent"] for e in ledger["history"]} == {blocks * width + 8 * 4}
+
+
+def counted_job(compress):
+    """What the process group is given, counted there."""
+    sent = []
+    all_to_all, all_gather = dist.all_to_all_single, dist.all_gather_into_tensor
+
+    def counting_all_to_all(out, chunks, **kw):
+        sent.append(chunks.nbytes)
+        return all_to_all(out, chunks, **kw)
+
+    def counting_all_gather(out, chunk, **kw):
+        sent.append(out.nbytes)
+        return all_gather(out, chunk, **kw)
+
+    dist.all_to_all_single, dist.all_gather_into_tensor = counting_all_to_all, counting_all_gather
+    try:
+        _, ledger, _ = train_job(wide=True, compress=compress)
+    finally:
+        dist.all_to_all_single, dist.all_gather_into_tensor = all_to_all, all_gather
+    return sent, [e["bytes_sent"] for e in ledger["history"]]
+
+
+def test_nothing_but_codes_travels_in_either_direction(world):
+    """Of what each collective is given, every worker sends (K - 1) / K, as in a ring all-reduce."""
+    sent, recorded = world.run(counted_job, workers=3, compress="int4")[0]
+    assert sent[0::2] == sent[1::2] == recorded
+
+
+def test_a_model_in_several_messages_is_compressed_as_well(world):
+    several = world.run(train_job, workers=2, wide=True, compress="int8", bucket_mb=0.002)
+    one = world.run(train_job, workers=2, wide=True, compress="int8")
+    assert several[0][1]["messages"] > 3 * one[0][1]["messages"]
+    np.testing.assert_array_equal(several[0][0], several[1][0])
+    np.testing.assert_allclose(several[0][0], one[0][0], atol=1e-3)
+
+
+def interrupted_job(fail_at):
+    """The second message of a sync fails once; the sync is then done again."""
+    model = wide_net()
+    torch.manual_seed(0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    opt = palsgd.DiLoCo(model, inner, sync_every=5, bucket_mb=0.002, compress="int4")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    exchange, calls = opt.transport.exchange, []
+
+    def flaky(message):
+        calls.append(1)
+        if len(calls) == fail_at:
+            raise KeyboardInterrupt
+        return exchange(message)
+
+    opt.transport.exchange = flaky
+    data = batches(dtype=torch.float32)
+    opt.run_until(20)
+    failed, i = 0, 0
+    while opt.clock < 20:
+        try:
+            if not failed or opt.clock % 5:
+                opt.zero_grad()
+                mse(model, data[i % len(data)]).backward()
+                i += 1
+                opt.step()
+            else:
+                failed = 0
+                opt.run_until(20)
+        except KeyboardInterrupt:
+            failed = 1
+    return vector(model), {k: r.own.numpy() for k, r in residues_of(opt).items()}
+
+
+def test_a_sync_that_is_done_again_forgets_what_its_first_try_left(world):
+    """Both workers stop at the same message and go back to the anchor, so the round's progress
+    is lost, but the residues are those of syncs that were applied."""
+    got = world.run(interrupted_job, workers=2, fail_at=5)
+    np.testing.assert_array_equal(got[0][0], got[1][0])
+    assert all(np.isfinite(r).all() for r in got[0][1].values())
+
+
+def alone(compress):
+    model = linear()
+    opt = palsgd.DiLoCo(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), sync_every=5, compress=compress,
+        transport=palsgd.Alone(),
+    )  # fmt: skip
+    train(model, opt, batches(0), 20)
+    return vector(model)
+
+
+def test_a_single_worker_has_nobody_to_send_codes_to():
+    np.testing.assert_array_equal(alone("int4"), alone(None))

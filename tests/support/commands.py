@@ -1,0 +1,112 @@
+"""The command line as a user meets it: in this process where nothing is started, else apart."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from palsgd.lab import cli
+from support.patience import patient
+from support.places import SOURCE
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def line(self) -> str:
+        """The one line that bad input gets."""
+        assert "Traceback" not in self.err, self.err
+        (line,) = self.err.splitlines()
+        return line
+
+
+def palsgd(*words) -> Said:
+    """`palsgd WORDS` in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv = ["palsgd", *map(str, words)]
+    with mock.patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+def environment(**more: str) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
+    path = os.pathsep.join(part for part in (str(SOURCE), os.environ.get("PYTHONPATH")) if part)
+    return found | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"} | more
+
+
+@contextmanager
+def started(*words, module: str = "palsgd", before: tuple[str, ...] = ()):
+    """`python -m MODULE WORDS` in a process group of its own, which is gone afterwards."""
+    command = [*before, sys.executable, "-m", module, *map(str, words)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if members(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=patient(30))
+
+
+def apart(*words, timeout: float = 120, **how) -> Said:
+    with started(*words, **how) as process:
+        out, err = process.communicate(timeout=patient(timeout))
+    return Said(process.returncode, out, err)
+
+
+def members(group: int) -> list[int]:
+    """Processes of this group that are still running."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and int(of) == group and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition, *, process, timeout: float = 90) -> None:
+    """Until `condition()` holds; the process must not end before."""
+    deadline = time.monotonic() + patient(timeout)
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.005)
+
+
+def saved_step(folder: Path) -> int:
+    """Where the last checkpoint of a run stands."""
+    path = folder / "checkpoints" / "latest.json"
+    return json.loads(path.read_text())["step"] if path.exists() else 0
+
+
+def summary(folder: Path) -> dict:
+    return strict_json((folder / "summary.json").read_text())
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict]:
+    return [strict_json(text) for text in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def strict_json(text: str):
+    """NaN and Infinity, which Python writes and reads, are not JSON."""
+    return json.loads(text, parse_constant=lambda name: (_ for _ in ()).throw(ValueError(name)))

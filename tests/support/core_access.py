@@ -1,0 +1,68 @@
+"""What tests read of an optimizer that users cannot: all access to its private core is here, so
+that a change of the core changes this file and no test."""
+
+import torch
+from torch import Tensor
+
+from palsgd.compression import Residue
+from palsgd.core import Core
+
+
+def core_of(opt) -> Core:
+    return opt._core
+
+
+def anchor_of(opt) -> Tensor:
+    """The global model laid end to end. Writing into it changes the anchor itself."""
+    return core_of(opt).anchor.flat
+
+
+def anchor_views(opt) -> list[Tensor]:
+    """The global model, shaped as the parameters are."""
+    return core_of(opt).anchor.views
+
+
+def local_tensors(opt) -> list[Tensor]:
+    """The local model's parameters as the core holds them."""
+    return core_of(opt).replica.local()
+
+
+def layout_size(opt) -> int:
+    """How many numbers a worker sends for the whole model."""
+    return core_of(opt).replica.layout.size
+
+
+def outer_state(opt) -> Tensor:
+    """All that the outer optimizer keeps, laid end to end."""
+    state, params = core_of(opt).outer.state, core_of(opt).anchor.params
+    return torch.cat([v.reshape(-1) for p in params for v in state[p].values()])
+
+
+def global_buffers(opt) -> list[Tensor]:
+    """The buffers of the last sync."""
+    return core_of(opt).buffers._global
+
+
+def pending_sync(opt) -> bool:
+    """Is a sync under way?"""
+    return core_of(opt).flight is not None
+
+
+def round_origin(opt) -> tuple[float, int]:
+    """The clock from which rounds are counted, and the number of the round that began there."""
+    return core_of(opt).origin
+
+
+def residues_of(opt) -> dict[tuple[int, int], Residue]:
+    """What compression has not sent yet, by fragment and message."""
+    return core_of(opt).residues
+
+
+def message_memory(opt) -> Tensor | None:
+    """The memory that messages are packed into, once there has been one."""
+    return core_of(opt)._storage
+
+
+def departure_memory(opt) -> Tensor | None:
+    """The memory that keeps a fragment as it was sent, where syncs overlap with steps."""
+    return core_of(opt)._departures
