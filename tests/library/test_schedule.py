@@ -95,7 +95,10 @@ def test_a_warmup_that_never_ends_averages_after_every_step():
 def test_rounds_of_another_length_begin_where_the_schedule_is_restarted():
     schedule = Schedule.fixed(sync_every=4).restarted(8, length=6, delay=2)
     assert schedule.sends(8) == [0]
-    assert [c for c, due in schedule.exchanges(22) if any(d.kind == "send" for d in due)] == [14, 20]
+    assert [c for c, due in schedule.exchanges(22) if any(d.kind == "send" for d in due)] == [
+        14,
+        20,
+    ]
     assert [schedule.place(c) for c in (7, 8, 13, 14)] == [(1, 3), (2, 0), (2, 5), (3, 0)]
 
 
