@@ -104,8 +104,8 @@ def transport_job(own, **rules):
     model = linear()
     transport = Plain() if own else None
     opt = palsgd.PALSGD(
-        model, torch.optim.SGD(model.parameters(), lr=0.05), sync_every=H, mix_prob=0.3, mix_rate=1.0,
-        warmup_steps=2, transport=transport, **rules,
+        model, torch.optim.SGD(model.parameters(), lr=0.05), sync_every=H, mix_prob=0.3,
+        mix_rate=1.0, warmup_steps=2, transport=transport, **rules,
     )  # fmt: skip
     train(model, opt, batches(), 22)
     return vector(model), opt.ledger.bytes_sent, opt.ledger.messages

@@ -107,8 +107,8 @@ def test_rounds_of_another_length_begin_where_the_schedule_is_restarted():
 def test_an_optimizer_exchanges_when_its_schedule_says(lag, end, draws):
     model = linear()
     opt = palsgd.PALSGD(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), mix_prob=0.4, mix_rate=1.0, draws=draws,
-        sync_every=lag["sync_every"], fragments=lag["fragments"], delay=lag["delay"],
+        model, torch.optim.SGD(model.parameters(), lr=0.01), mix_prob=0.4, mix_rate=1.0,
+        draws=draws, sync_every=lag["sync_every"], fragments=lag["fragments"], delay=lag["delay"],
         warmup_steps=lag["warmup"], transport=palsgd.Alone(),
     )  # fmt: skip
     seen = []
