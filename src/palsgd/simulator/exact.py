@@ -15,7 +15,7 @@ from palsgd.events import Averaged, Synced
 from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, check_loss, moved
-from palsgd.simulator.record import Recorder
+from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.requests import Finish, Request, Start
