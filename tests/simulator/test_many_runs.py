@@ -63,7 +63,9 @@ def test_a_grid_shares_one_program(monkeypatch):
 
     original = StackedWorkers.gradients
     monkeypatch.setattr(
-        StackedWorkers, "gradients", lambda self, who, b: calls.append(len(who)) or original(self, who, b)
+        StackedWorkers,
+        "gradients",
+        lambda self, who, b: calls.append(len(who)) or original(self, who, b),
     )
     palsgd.simulate_many([{"seed": s} for s in range(4)], **COMMON, vectorize=True)
     assert calls[0] == 12  # the trial
