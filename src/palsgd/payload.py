@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import message_bytes
+from palsgd.method import Payload
+
+if TYPE_CHECKING:
+    from palsgd.worker import Worker
 
 REPORT = 4  # numbers of each worker in the header of a sync (see palsgd.guard)
 REPORT_WITH_COSTS = 6  # while sync_every="auto" measures
@@ -23,11 +28,20 @@ def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:
 
 @dataclass(frozen=True)
 class PartSize:
-    """A part of a payload beside the displacement of the model."""
+    """A part of a payload."""
 
     coded: bool = True
     gathered: bool = False
     every: int = 1
+    displacement: bool = False  # is it that of the model, which travels in buckets?
+
+
+class MessageSize(NamedTuple):
+    """One message of a sync."""
+
+    elements: int
+    codec: Codec | None
+    gathered: bool  # are all workers' values gathered instead of averaged?
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,27 +79,42 @@ class PayloadSize:
 
     def sync(self, fragment: int = 0, round: int = 0) -> list[int]:
         """The messages of one sync."""
-        elements = self.fragments[fragment]
         last = fragment == len(self.fragments) - 1
         tail = self.header + self.scalars + (self.buffers if last else 0)
-        sizes = self._buckets(elements, whole=self.whole) if self.displacement else []
-        found = [(size, self.codec, self.gathered) for size in sizes]
-        for part in self.parts:
+        found = []
+        for number, (elements, codec, _) in enumerate(self._messages(fragment, round)):
+            exact = tail if number == 0 else 0
+            found.append(self._bytes(elements + exact, exact=exact, codec=codec))
+        return found
+
+    def gathers(self, round: int = 0, fragment: int = 0) -> list[bool]:
+        """For each message of a sync, whether it is gathered instead of averaged."""
+        return [
+            gathered or (codec is not None and codec.gathered)
+            for _, codec, gathered in self._messages(fragment, round)
+        ]
+
+    def on_the_wire(self, fragment: int = 0, round: int = 0) -> int:
+        """The bytes that one worker's link carries for one sync."""
+        pairs = zip(self.sync(fragment, round), self.gathers(round, fragment), strict=True)
+        return sum(wire_bytes(sent, self.workers, gathered=gathered) for sent, gathered in pairs)
+
+    def _messages(self, fragment: int, round: int) -> list[MessageSize]:
+        elements, found = self.fragments[fragment], []
+        for part in self._parts():
             if (round + 1) % part.every == 0:
                 gathered = part.gathered or self.gathered
-                found.append((elements, self.codec if part.coded else None, gathered))
-        messages = []
-        for number, (size, codec, gathered) in enumerate(found):
-            exact = tail if number == 0 else 0
-            messages.append(
-                self._bytes(size + exact, exact=exact, codec=None if gathered else codec)
-            )
-        return messages
+                codec = self.codec if part.coded and not gathered else None
+                whole = self.whole or not part.displacement
+                sizes = self._buckets(elements, whole=whole)
+                found += [MessageSize(size, codec, gathered) for size in sizes]
+        return found
 
-    def gathers(self, round: int = 0) -> list[bool]:
-        """For each message of a sync, whether it is gathered instead of averaged."""
-        codec = self.codec is not None and self.codec.gathered
-        return [codec or self.gathered] * len(self.sync(0, round))
+    def _parts(self) -> list[PartSize]:
+        """In the order in which they travel: the displacement first unless it has a place."""
+        placed = any(part.displacement for part in self.parts)
+        first = [PartSize(displacement=True)] if self.displacement and not placed else []
+        return [*first, *self.parts]
 
     def _buckets(self, elements: int, *, whole: bool) -> list[int]:
         width = max(1, elements if whole else min(self.bucket, elements))
@@ -96,3 +125,30 @@ class PayloadSize:
             elements=elements, exact=exact, itemsize=self.itemsize, codec=codec,
             workers=self.workers,
         )  # fmt: skip
+
+
+def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSize:
+    """The sizes of a worker's messages. `payload` is what its method sends; None: the default."""
+    syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
+    memory, guard = worker.warmup.memory, worker.warmup.guard
+    payload = payload or Payload()
+    weighted = any(part.reduction == "weighted" for part in payload.parts)
+    ranges = [memory.model] if syncer is None else syncer.anchor.ranges
+    return PayloadSize(
+        fragments=[len(part) for part in ranges],
+        workers=guard.workers,
+        itemsize=replica.dtype.itemsize,
+        bucket=memory.bucket_size,
+        whole=syncer is not None and syncer.whole,
+        buffers=buffers.encoded_size if buffers.averaged else 0,
+        tensors=len(replica.params),
+        scalars=len(payload.scalars) + weighted,
+        report=guard.header.size // guard.workers,
+        codec=None if syncer is None else syncer.codec,
+        displacement=False,  # it is among the parts, where it travels
+        gathered=worker.method.overrides("weights"),
+        parts=[
+            PartSize(part.coded, part.reduction == "gather", part.every, part.tensors is None)
+            for part in payload.parts
+        ],
+    )
