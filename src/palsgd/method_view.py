@@ -62,6 +62,8 @@ class MethodView:
         self,
         fragment: int,
         local: Callable[[], list[Tensor]],
+        *,
+        rates: Sequence[float],
         rate_sums: Sequence[float],
         **known: Any,
     ) -> WorkerTensors:
@@ -76,6 +78,7 @@ class MethodView:
             "local": local,
             "anchor": lambda: self.anchor.pieces(fragment),
             "inner": lambda: InnerState(self._inner, params, cut),
+            "rates": lambda: [rates[g] for g in group_of],
             "rate_sums": lambda: [rate_sums[g] for g in group_of],
         }
         return self._made(sources, groups=self._groups(group_of), **known)

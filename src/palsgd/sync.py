@@ -47,6 +47,7 @@ class Moment(NamedTuple):
     gradient_steps: int
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step, while they are asked for
+    rates: tuple[float, ...] = ()  # of each parameter group, in the last step before it
 
 
 class SentPart(NamedTuple):
@@ -437,7 +438,12 @@ class Syncer:
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
         return self.view.fragment(
-            at.fragment, local, at.rate_sums, round=at.round, gradient_steps=at.gradient_steps
+            at.fragment,
+            local,
+            rates=at.rates,
+            rate_sums=at.rate_sums,
+            round=at.round,
+            gradient_steps=at.gradient_steps,
         )
 
 
