@@ -125,6 +125,10 @@ class Method:
     def check(self, rates: Sequence[float]) -> None:
         """Raise a ValueError for learning rates this method cannot work with."""
 
+    def check_run(self, inner: Optimizer, workers: int) -> None:
+        """Raise a ValueError for an inner optimizer, or a number of workers, that this method
+        cannot work with."""
+
     # -- between syncs -------------------------------------------------------------------------
 
     def before_gradient(self, w: "WorkerTensors") -> None:

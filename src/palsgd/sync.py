@@ -366,6 +366,8 @@ class Syncer:
         finally:
             for param in params:
                 param.grad = None
+        if "inner" in vars(w):  # the method has looked at it
+            w.inner.put_back()
         self.states.keep_scalars(w)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:

@@ -214,7 +214,8 @@ class Worker:
     @torch.no_grad()
     def _before_gradient(self) -> None:
         w = self.syncer.view.with_gradients(round=self.schedule.round_of(self.at.clock))
-        self.method.before_gradient(w)
+        if w.grad:  # torch's functions on lists refuse empty ones
+            self.method.before_gradient(w)
         self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
