@@ -20,7 +20,6 @@ class LocalSGD:
         self.x, self.local = x0.copy(), [x0.copy() for _ in range(workers)]
         self.gradient, self.H, self.lr, self.plan, self.p, self.eta = gradient, H, lr, plan, p, eta
         self.parts = parts or [np.arange(len(x0))]
-        self.new_inner = inner
         self.inner = [inner() for _ in range(workers)]
         self.outer = [(outer or sgd(fixed_lr=1.0))() for _ in self.parts]
         self.drawn = [0] * workers
@@ -126,8 +125,9 @@ class SlowMo(LocalSGD):
         self.x[part] -= self.s * rate * self.u[part]
         for x in self.local:
             x[part] = self.x[part]
-        assert len(self.parts) == 1, "this twin zeroes all of the inner momentum"
-        self.inner = [self.new_inner() for _ in self.local]
+        for inner in self.inner:
+            inner.state["v"] = inner.state["v"].copy()
+            inner.state["v"][part] = 0
 
 
 TWINS = {kind.__name__: kind for kind in (FedProx, AnchorDecay, EASGD, SCAFFOLD, SlowMo)}
