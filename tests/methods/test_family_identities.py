@@ -143,9 +143,10 @@ def preset_ddp(model, inner):
     return palsgd.DDP(model, inner)
 
 
-def test_slowmo_at_a_constant_rate_is_an_outer_heavy_ball():
-    slow = run(preset("SlowMo", momentum=0.6, lr=0.8))
-    check_same(slow, run(with_method(Method(), heavy_ball(0.8, 0.6))))
+@pytest.mark.parametrize("option", [{}, {"delay": 2}, {"fragments": 2}, {"compress": "int8"}])
+def test_slowmo_at_a_constant_rate_is_an_outer_heavy_ball(option):
+    slow = run(preset("SlowMo", momentum=0.6, lr=0.8, **option))
+    check_same(slow, run(with_method(Method(), heavy_ball(0.8, 0.6), **option)), tolerance=1e-9)
 
 
 def test_slowmo_under_a_schedule_is_a_heavy_ball_whose_buffer_shrinks_with_the_rate():
@@ -250,8 +251,9 @@ def controls_after_syncs(**options):
     return np.array(own), np.array(common)
 
 
-def test_the_common_control_is_the_mean_of_all_after_every_sync():
-    own, common = controls_after_syncs()
+@pytest.mark.parametrize("option", [{}, {"compress": "int4"}, {"fragments": 2}])
+def test_the_common_control_is_the_mean_of_all_after_every_sync(option):
+    own, common = controls_after_syncs(**option)
     assert np.abs(own).max() > 0.1
     for each in common:
         np.testing.assert_allclose(each, own.mean(0), rtol=0, atol=1e-13)
