@@ -67,8 +67,8 @@ LINE_KEYS = {
     "agreement",
 }  # fmt: skip
 MACHINE_KEYS = {
-    "schema", "palsgd", "torch", "device", "simulated", "engine", "metric", "higher_is_better",
-    "floor", "parameters",
+    "schema", "palsgd", "commit", "dirty", "command", "torch", "device", "simulated", "engine",
+    "metric", "higher_is_better", "floor", "parameters",
 }  # fmt: skip
 
 

@@ -83,6 +83,9 @@ def config(settings: Settings, *, simulated: bool = False, floor: float | None =
     return asdict(settings) | {
         "schema": 1,
         "palsgd": "0.2.0",
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "dirty": False,
+        "command": "palsgd compare digits",
         "torch": "2.11.0",
         "device": "AMD EPYC, 2 cores",
         "simulated": simulated,
