@@ -20,7 +20,7 @@ from palsgd.lab.cli.common_options import (
     new_folder,
     settings_from,
 )
-from palsgd.lab.cli.output import fail
+from palsgd.lab.cli.output import fail, print_parts
 from palsgd.lab.settings import METHODS
 
 
@@ -62,8 +62,6 @@ def link(
 
     Example: palsgd bench link stories --workers 4 --rate 100mbit --latency 20
     """
-    from rich.console import Console
-
     from palsgd.lab import bench_link
     from palsgd.lab.links import unavailable
     from palsgd.lab.run_set import Options
@@ -86,7 +84,5 @@ def link(
         result = bench_link.bench(runs, links, out, options)
     except KeyboardInterrupt:
         fail(f"stopped; what is done is in {out}", 130)
-    console = Console()
-    for part in bench_link.tables(result):
-        (console if console.is_terminal else Console(width=160)).print(part, highlight=False)
+    print_parts(bench_link.tables(result))
     typer.echo(f"results: {out}")
