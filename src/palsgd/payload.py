@@ -2,9 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
+from torch import nn
+
+from palsgd.buffers import Buffers
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import message_bytes
+from palsgd.flat import split_evenly
+from palsgd.method import Method, state_names, state_scalars
+from palsgd.tensors import WorkerTensors
 
 REPORT = 4  # numbers of each worker in the header of a sync (see palsgd.guard)
 REPORT_WITH_COSTS = 6  # while sync_every="auto" measures
@@ -31,6 +39,84 @@ class PartSize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MethodSize:
+    """What the payload of a method consists of."""
+
+    displacement: bool = True  # does the displacement of the model travel?
+    gathered: bool = False  # are all values gathered instead of averaged?
+    parts: tuple[PartSize, ...] = ()  # what else travels
+    scalars: int = 0
+    whole: bool = False  # must a fragment travel in one message?
+
+    @classmethod
+    def of(cls, method: Method) -> "MethodSize":
+        """Asks the method for its payload of a model of one number."""
+        payload = method.payload(_one_number(method))
+        others = [part for part in payload.parts if part.tensors is not None]
+        slots = ("payload", "apply", "restart", "weights")
+        gathered = method.overrides("weights")
+        return cls(
+            displacement=len(others) < len(payload.parts),
+            gathered=gathered
+            or any(part.reduction == "gather" for part in payload.parts if part.tensors is None),
+            parts=tuple(
+                PartSize(part.coded, gathered or part.reduction == "gather", part.every)
+                for part in others
+            ),
+            scalars=len(payload.scalars) + any(p.reduction == "weighted" for p in payload.parts),
+            whole=any(method.overrides(slot) for slot in slots),
+        )
+
+
+def _one_number(method: Method) -> WorkerTensors:
+    """A worker whose model is one number."""
+    entries = (*method.local_state, *method.global_state)
+    tensors = {name: [torch.zeros(1)] for name in ("local", "anchor", *state_names(entries))}
+    return WorkerTensors(
+        {},
+        **tensors,
+        **state_scalars(entries),
+        groups=[[0]],
+        inner={},
+        gradient_steps=1,
+        rate_sums=[1.0],
+        initial_rates=[1.0],
+        worker=0,
+        workers=1,
+        round=0,
+        _norm=lambda tensors: 0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What of a model travels."""
+
+    parameters: int  # that are trained
+    tensors: int = 0  # they are in
+    buffers: int = 0  # numbers that its buffers become
+
+    @classmethod
+    def of(cls, model: nn.Module, buffers: str = "average") -> "ModelSize":
+        """Of any model, also one on the meta device."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        kept = Buffers(model, buffers)
+        return cls(
+            parameters=sum(p.numel() for p in trained),
+            tensors=len(trained),
+            buffers=kept.encoded_size if kept.averaged else 0,
+        )
+
+
+class Sent(NamedTuple):
+    """A message: the bytes that a worker hands over, and how they travel."""
+
+    bytes: int
+    gathered: bool  # to every other worker, instead of into a mean
+    coded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class PayloadSize:
     """The bytes that one worker hands over, message by message."""
 
@@ -48,6 +134,32 @@ class PayloadSize:
     gathered: bool = False  # are all values gathered instead of averaged?
     parts: Sequence[PartSize] = field(default_factory=tuple)  # what else travels
 
+    @classmethod
+    def of(
+        cls,
+        model: ModelSize,
+        method: MethodSize,
+        *,
+        workers: int,
+        fragments: int = 1,
+        delay: int = 0,
+        codec: Codec | None = None,
+        whole: bool = False,
+    ) -> "PayloadSize":
+        """Of a model in single precision, under the settings that an optimizer has by default."""
+        return cls(
+            fragments=[len(part) for part in split_evenly(model.parameters, fragments)],
+            workers=workers,
+            whole=whole or method.whole or delay > 0,
+            buffers=model.buffers,
+            tensors=model.tensors,
+            scalars=method.scalars,
+            codec=codec,
+            displacement=method.displacement,
+            gathered=method.gathered,
+            parts=method.parts,
+        )
+
     @property
     def header(self) -> int:
         """Numbers of the header."""
@@ -63,27 +175,44 @@ class PayloadSize:
         sizes[0] += self.header + self.buffers + self.tensors
         return [self._bytes(size, exact=size, codec=None) for size in sizes]
 
+    def ddp(self) -> int:
+        """What a step of the warm-up hands over where a DistributedDataParallel averages."""
+        return 0 if self.workers == 1 else sum(self.fragments) * self.itemsize
+
     def sync(self, fragment: int = 0, round: int = 0) -> list[int]:
         """The messages of one sync."""
-        elements = self.fragments[fragment]
-        last = fragment == len(self.fragments) - 1
-        tail = self.header + self.scalars + (self.buffers if last else 0)
+        return [message.bytes for message in self.messages(fragment, round)]
+
+    def gathers(self, round: int = 0) -> list[bool]:
+        """For each message of a sync, whether it is gathered instead of averaged."""
+        return [message.gathered for message in self.messages(0, round)]
+
+    def on_the_wire(self, fragment: int = 0, round: int = 0) -> int:
+        """What one sync puts on the wire."""
+        return sum(
+            wire_bytes(message.bytes, self.workers, gathered=message.gathered)
+            for message in self.messages(fragment, round)
+        )
+
+    def messages(self, fragment: int = 0, round: int = 0) -> list[Sent]:
+        """The messages of one sync, and how they travel."""
+        elements, last = self.fragments[fragment], len(self.fragments) - 1
+        tail = self.header + self.scalars + (self.buffers if fragment == last else 0)
         sizes = self._buckets(elements, whole=self.whole) if self.displacement else []
         found = [(size, self.codec, self.gathered) for size in sizes]
         for part in self.parts:
             if (round + 1) % part.every == 0:
                 gathered = part.gathered or self.gathered
                 found.append((elements, self.codec if part.coded else None, gathered))
-        messages = []
-        for number, (size, codec, gathered) in enumerate(found):
-            exact = tail if number == 0 else 0
-            messages.append(self._bytes(size + exact, exact=exact, codec=None if gathered else codec))
-        return messages
+        return [
+            self._sent(size, tail if number == 0 else 0, None if gathered else codec, gathered)
+            for number, (size, codec, gathered) in enumerate(found)
+        ]
 
-    def gathers(self, round: int = 0) -> list[bool]:
-        """For each message of a sync, whether it is gathered instead of averaged."""
-        codec = self.codec is not None and self.codec.gathered
-        return [codec or self.gathered] * len(self.sync(0, round))
+    def _sent(self, size: int, exact: int, codec: Codec | None, gathered: bool) -> Sent:
+        size = self._bytes(size + exact, exact=exact, codec=codec)
+        coded = codec is not None
+        return Sent(size, gathered or (codec is not None and codec.gathered), coded)
 
     def _buckets(self, elements: int, *, whole: bool) -> list[int]:
         width = max(1, elements if whole else min(self.bucket, elements))

@@ -244,9 +244,10 @@ class Schedule:
         found = next((c for c in inside if c > clock and self.due(c)), start + span.length)
         return found if self.end is None or not clock < self.end < found else self.end
 
-    def exchanges(self, end: int) -> Iterator[tuple[int, list[Due]]]:
-        """Every clock up to `end`, where training ends, at which something is due, and what."""
-        schedule, clock = self.with_end(end), 0
+    def exchanges(self, end: int, start: int = 0) -> Iterator[tuple[int, list[Due]]]:
+        """Every clock behind `start` up to `end`, where training ends, at which something is due,
+        and what."""
+        schedule, clock = self.with_end(end), start
         while clock < end:
             clock = schedule.next_due(clock)
             yield clock, schedule.due(clock)
