@@ -170,6 +170,14 @@ class Schedule:
         """The clock at which the round of the step that begins here began."""
         return clock - self.place(clock)[1]
 
+    def steps_of(self, round: int) -> range:
+        """The clocks at which the steps of a round begin, as far as training goes."""
+        at = max(0, bisect_right(self.spans, round, key=lambda s: s.round) - 1)
+        span = self.spans[at]
+        start = span.start + (round - span.round) * span.length
+        stop = start + span.length
+        return range(start, stop if self.end is None else min(stop, self.end))
+
     def length(self, clock: int) -> int:
         """H of the round of the step that begins at this clock."""
         return self.span(clock).length
