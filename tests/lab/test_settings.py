@@ -8,9 +8,12 @@ import torch
 
 from palsgd.lab import workloads
 from palsgd.lab.factory import build_optimizer, learning_rate_factor
+from palsgd.lab.methods import default_names
 from palsgd.lab.run_set import grid_of, random_points
-from palsgd.lab.settings import FIELDS, METHODS, Settings, assignments, parsed
+from palsgd.lab.settings import FIELDS, Settings, assignments, parsed
 from palsgd.lab.trainer import split_batch
+
+METHODS = default_names()
 
 base = Settings(workload="digits", steps=100)
 
