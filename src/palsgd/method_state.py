@@ -1,9 +1,11 @@
 """What a method keeps beside the model: tensors like the model, and numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.anchor import digest
 from palsgd.flat import FlatModel
@@ -28,7 +30,7 @@ class MethodState:
     def sources(self, fragment: int | None) -> dict[str, Callable[[], Any]]:
         """The tensors by name, of the whole model or of a fragment."""
         return {
-            name: (lambda kept=kept: kept.views if fragment is None else kept.pieces(fragment))
+            name: partial(_tensors, kept, fragment)
             for name, kept in (self.local | self.common).items()
         }
 
@@ -52,3 +54,7 @@ class MethodState:
         """Of what all workers must hold alike."""
         kept = self.common.values()
         return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
+
+
+def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:
+    return kept.views if fragment is None else kept.pieces(fragment)

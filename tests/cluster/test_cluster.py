@@ -286,13 +286,27 @@ def test_heavy_tails_have_their_mean_and_their_index():
         assert beyond == pytest.approx(factor**-2.5, rel=0.25)
 
 
-def counts_of(draws: str, *, cuts=(), workers=50, rounds=400, **schedule):
-    """By round, stretch and worker; `cuts` are where a round is looked at, beside its end."""
+def counts_of(draws: str, *, cuts, stops=(), workers=50, rounds=400):
     drawn = Drawn(workers=workers, mix_prob=0.2, draws=draws, rng=np.random.default_rng(3))
-    when, bounds = Schedule.fixed(sync_every=32, **schedule), [0, *cuts, 32]
+    return stretches_of(drawn, [0, *cuts, 32], rounds, stops)
+
+
+class Stopping(Schedule):
+    """A schedule whose rounds have any stops."""
+
+    within: tuple[int, ...] = ()
+
+    def stops(self, clock):
+        return self.within
+
+
+def stretches_of(counts, bounds, rounds, stops):
+    """Gradients by round, stretch and worker; workers meet at the stops."""
+    when = type("Stopping", (Stopping,), {"within": tuple(stops)}).fixed(sync_every=bounds[-1])
+    parts, length = list(itertools.pairwise(bounds)), bounds[-1]
     return np.array(
         [
-            [drawn.gradients(when, 32 * r + a, 32 * r + b) for a, b in itertools.pairwise(bounds)]
+            [counts.gradients(when, r * length + a, r * length + b) for a, b in parts]
             for r in range(rounds)
         ]
     )
@@ -311,18 +325,46 @@ def test_balanced_counts_are_binomial_for_each_and_equal_for_all(cuts):
         assert stretches[:, 0].std(axis=1).max() > 0
 
 
-@pytest.mark.parametrize(
-    ("how", "stops"), [({"fragments": 4}, [8, 16, 24]), ({"delay": 5}, [5]),
-                       ({"fragments": 2, "delay": 6}, [6, 16, 22])],
-)  # fmt: skip
-def test_balanced_counts_are_equal_between_any_two_stops_of_a_round(how, stops):
-    stretches = counts_of("balanced", cuts=stops, **how)
+@pytest.mark.parametrize("cuts", [[8], [1, 10, 31]])
+def test_balanced_counts_are_binomial_and_equal_for_all_between_stops(cuts):
+    stretches = counts_of("balanced", cuts=cuts, stops=cuts, rounds=4000)
     assert (stretches == stretches[:, :, :1]).all()
-    lengths = np.diff([0, *stops, 32])
-    assert stretches[:, :, 0].var(axis=0) == pytest.approx(lengths * 0.8 * 0.2, rel=0.3)
-    inside = counts_of("balanced", cuts=[3, *stops], **how)
-    assert inside[:, 0].std(axis=1).max() > 0  # places within a stretch are each worker's own
-    assert (inside[:, :2].sum(axis=1) == inside[:, :2].sum(axis=1)[:, :1]).all()
+    lengths = np.diff([0, *cuts, 32])
+    each = stretches[:, :, 0]
+    assert each.mean(axis=0) == pytest.approx(lengths * 0.8, rel=0.02)
+    assert each.var(axis=0) == pytest.approx(lengths * 0.8 * 0.2, rel=0.1)
+    between = np.corrcoef(each.T)[np.triu_indices(len(lengths), 1)]
+    assert np.abs(between).max() < 4 / math.sqrt(4000)  # stretches are drawn on their own
+
+
+def test_a_stretch_that_is_cut_has_its_number_in_all_and_each_workers_own_on_the_way():
+    stretches = counts_of("balanced", cuts=[3, 20], stops=[8], rounds=2000)
+    assert stretches[:, 0].std(axis=1).max() > 0  # [0, 3): inside the stretch [0, 8)
+    whole = stretches.sum(axis=1)
+    assert (whole == whole[:, :1]).all()
+    assert stretches.mean(axis=(0, 2)) == pytest.approx(np.array([3, 17, 12]) * 0.8, rel=0.02)
+
+
+def law_of(stretches):
+    """The share of rounds with each count of worker 0 in the first stretch and of worker 1 in the
+    second, and of rounds in which both workers have the same count in a stretch."""
+    table = np.zeros((4, 5))
+    np.add.at(table, (stretches[:, 0, 0], stretches[:, 1, 1]), 1 / len(stretches))
+    same = (stretches[:, :, 0] == stretches[:, :, 1]).mean(axis=0)
+    return np.concatenate([table.ravel(), same])
+
+
+@pytest.mark.parametrize("stops", [[], [3], [2, 5]])
+@pytest.mark.parametrize("draws", ["balanced", "independent", "shared"])
+def test_planned_and_drawn_counts_have_the_same_law(draws, stops):
+    rounds, facts = 6000, palsgd.Facts(sync_every=7, workers=2, seed=5, draws=draws)
+    planned = Planned(PALSGDMethod(mix_prob=0.4, mix_rate=0.1), facts)
+    drawn = Drawn(workers=2, mix_prob=0.4, draws=draws, rng=np.random.default_rng(9))
+    planned, drawn = (
+        law_of(stretches_of(each, [0, 3, 7], rounds, stops)) for each in (planned, drawn)
+    )
+    error = np.sqrt((planned * (1 - planned) + drawn * (1 - drawn)) / rounds)
+    assert (np.abs(planned - drawn) <= 4 * error).all()
 
 
 def test_own_coins_make_the_slowest_as_slow_as_the_exact_law_says():

@@ -87,6 +87,20 @@ def test_rows_are_the_plans_of_round_plan():
     assert rows(printed(QUIET)) == expected
 
 
+def test_rows_show_the_stops_of_delay_and_fragments():
+    settings = replace(QUIET, delay=3, fragments=2, draws="balanced", mix_prob=0.5)
+    plans = [
+        palsgd.round_plan(
+            seed=7, worker=k, round=r, sync_every=8, mix_prob=0.5, draws="balanced", stops=[3, 4, 7]
+        )
+        for r in (0, 1)
+        for k in range(3)
+    ]
+    assert [marks for marks, _ in rows(printed(settings))] == [
+        "".join("·█"[mixes] for mixes in plan) for plan in plans
+    ]
+
+
 def test_a_run_takes_the_gradients_that_were_shown(trained):
     settings, result = trained
     shown = [tally for _, tally in rows(printed(settings, rounds=4))]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
-from palsgd.replica import mix_
+from palsgd.tensors import mix_
 from support.core_access import anchor_of
 from support.problems import batches, global_vector, linear, mse, net, train, vector
 
@@ -26,17 +26,17 @@ class Proximal(palsgd.Method):
 
     pull: float
 
-    def local_rule(self, replica, rates):
-        for group in range(len(replica.learning_rates())):
-            mix_(*replica.group(group), self.pull)
+    def after_gradient(self, w, rate, mixing):
+        mix_(w.local, w.anchor, self.pull)
 
 
 class FedProx(palsgd.LocalOptimizer):
     """A method from outside the library, made of its public parts."""
 
     def __init__(self, model, inner, *, sync_every, pull, warmup_steps=0, **shared):
-        method = Proximal(sync_every=sync_every, warmup_steps=warmup_steps, pull=pull)
-        super().__init__(model, inner, method, palsgd.nesterov(lr=0.7, momentum=0.5), **shared)
+        outer = palsgd.nesterov(lr=0.7, momentum=0.5)
+        shared |= dict(sync_every=sync_every, warmup_steps=warmup_steps)
+        super().__init__(model, inner, Proximal(pull=pull), outer, **shared)
 
 
 def palsgd_with(draws):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palsgd.cluster import Cluster, WallClock
 from palsgd.checks import check_choice, check_int
+from palsgd.cluster import Cluster, WallClock
 from palsgd.errors import NonFiniteError
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, DryError

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from palsgd.buffers import persistent_buffers
 from palsgd.errors import NonFiniteError
+from palsgd.guard import check_finite
 from palsgd.ledger import Ledger
 from palsgd.method import Method
-from palsgd.optimizer import LocalOptimizer
 from palsgd.methods.palsgd import PALSGDMethod, collapsed
-from palsgd.guard import WorkerReport, check_finite
+from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, DryError
 from palsgd.simulator.exact import built, check_losses
-from palsgd.transports.in_memory import SimulatedTransport
 from palsgd.simulator.lanes import Lanes
 from palsgd.simulator.program import (
     CannotVectorizeError,
@@ -36,6 +35,7 @@ from palsgd.simulator.program import (
 from palsgd.simulator.record import Recorder, Watch
 from palsgd.simulator.result import Result
 from palsgd.simulator.stacked import stacked_optimizer
+from palsgd.transports.in_memory import SimulatedTransport
 
 log = logging.getLogger("palsgd")
 
