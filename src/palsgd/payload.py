@@ -1,8 +1,9 @@
 """The size of what workers exchange. No other module computes the bytes of a message."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -11,8 +12,11 @@ from palsgd.buffers import Buffers
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import message_bytes
 from palsgd.flat import split_evenly
-from palsgd.method import Method, state_names, state_scalars
+from palsgd.method import Method, Payload, state_names, state_scalars
 from palsgd.tensors import WorkerTensors
+
+if TYPE_CHECKING:
+    from palsgd.worker import Worker
 
 REPORT = 4  # numbers of each worker in the header of a sync (see palsgd.guard)
 REPORT_WITH_COSTS = 6  # while sync_every="auto" measures
@@ -31,41 +35,63 @@ def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:
 
 @dataclass(frozen=True)
 class PartSize:
-    """A part of a payload beside the displacement of the model."""
+    """A part of a payload."""
 
     coded: bool = True
     gathered: bool = False
     every: int = 1
+    displacement: bool = False  # is it that of the model, which travels in buckets?
+
+
+class MessageSize(NamedTuple):
+    """One message of a sync."""
+
+    elements: int
+    codec: Codec | None
+    gathered: bool  # are all workers' values gathered instead of averaged?
+
+
+class Sent(NamedTuple):
+    """One message: the bytes that a worker hands over, and how they travel."""
+
+    bytes: int
+    gathered: bool  # to every other worker, instead of into a mean
+    coded: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSize:
     """What the payload of a method consists of."""
 
-    displacement: bool = True  # does the displacement of the model travel?
+    parts: tuple[PartSize, ...] = (PartSize(displacement=True),)
     gathered: bool = False  # are all values gathered instead of averaged?
-    parts: tuple[PartSize, ...] = ()  # what else travels
     scalars: int = 0
     whole: bool = False  # must a fragment travel in one message?
 
     @classmethod
     def of(cls, method: Method) -> "MethodSize":
         """Asks the method for its payload of a model of one number."""
-        payload = method.payload(_one_number(method))
-        others = [part for part in payload.parts if part.tensors is not None]
         slots = ("payload", "apply", "restart", "weights")
-        gathered = method.overrides("weights")
+        payload = method.payload(_one_number(method))
         return cls(
-            displacement=len(others) < len(payload.parts),
-            gathered=gathered
-            or any(part.reduction == "gather" for part in payload.parts if part.tensors is None),
-            parts=tuple(
-                PartSize(part.coded, gathered or part.reduction == "gather", part.every)
-                for part in others
-            ),
-            scalars=len(payload.scalars) + any(p.reduction == "weighted" for p in payload.parts),
+            parts=part_sizes(payload),
+            gathered=method.overrides("weights"),
+            scalars=scalar_count(payload),
             whole=any(method.overrides(slot) for slot in slots),
         )
+
+
+def part_sizes(payload: Payload) -> tuple[PartSize, ...]:
+    return tuple(
+        PartSize(part.coded, part.reduction == "gather", part.every, part.tensors is None)
+        for part in payload.parts
+    )
+
+
+def scalar_count(payload: Payload) -> int:
+    """With the weight of a worker, where some part is weighted."""
+    weighted = any(part.reduction == "weighted" for part in payload.parts)
+    return len(payload.scalars) + weighted
 
 
 def _one_number(method: Method) -> WorkerTensors:
@@ -77,8 +103,9 @@ def _one_number(method: Method) -> WorkerTensors:
         **tensors,
         **state_scalars(entries),
         groups=[[0]],
-        inner={},
+        inner=defaultdict(list),
         gradient_steps=1,
+        rates=[1.0],
         rate_sums=[1.0],
         initial_rates=[1.0],
         worker=0,
@@ -106,14 +133,6 @@ class ModelSize:
             tensors=len(trained),
             buffers=kept.encoded_size if kept.averaged else 0,
         )
-
-
-class Sent(NamedTuple):
-    """A message: the bytes that a worker hands over, and how they travel."""
-
-    bytes: int
-    gathered: bool  # to every other worker, instead of into a mean
-    coded: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +174,7 @@ class PayloadSize:
             tensors=model.tensors,
             scalars=method.scalars,
             codec=codec,
-            displacement=method.displacement,
+            displacement=False,  # it is among the parts, where it travels
             gathered=method.gathered,
             parts=method.parts,
         )
@@ -181,38 +200,49 @@ class PayloadSize:
 
     def sync(self, fragment: int = 0, round: int = 0) -> list[int]:
         """The messages of one sync."""
-        return [message.bytes for message in self.messages(fragment, round)]
+        last = fragment == len(self.fragments) - 1
+        tail = self.header + self.scalars + (self.buffers if last else 0)
+        found = []
+        for number, (elements, codec, _) in enumerate(self._messages(fragment, round)):
+            exact = tail if number == 0 else 0
+            found.append(self._bytes(elements + exact, exact=exact, codec=codec))
+        return found
 
-    def gathers(self, round: int = 0) -> list[bool]:
+    def gathers(self, round: int = 0, fragment: int = 0) -> list[bool]:
         """For each message of a sync, whether it is gathered instead of averaged."""
-        return [message.gathered for message in self.messages(0, round)]
+        return [message.gathered for message in self.messages(fragment, round)]
 
     def on_the_wire(self, fragment: int = 0, round: int = 0) -> int:
-        """What one sync puts on the wire."""
+        """The bytes that one worker's link carries for one sync."""
         return sum(
-            wire_bytes(message.bytes, self.workers, gathered=message.gathered)
-            for message in self.messages(fragment, round)
+            wire_bytes(sent, self.workers, gathered=gathered)
+            for sent, gathered, _ in self.messages(fragment, round)
         )
 
     def messages(self, fragment: int = 0, round: int = 0) -> list[Sent]:
         """The messages of one sync, and how they travel."""
-        elements, last = self.fragments[fragment], len(self.fragments) - 1
-        tail = self.header + self.scalars + (self.buffers if fragment == last else 0)
-        sizes = self._buckets(elements, whole=self.whole) if self.displacement else []
-        found = [(size, self.codec, self.gathered) for size in sizes]
-        for part in self.parts:
-            if (round + 1) % part.every == 0:
-                gathered = part.gathered or self.gathered
-                found.append((elements, self.codec if part.coded else None, gathered))
+        sizes = zip(self.sync(fragment, round), self._messages(fragment, round), strict=True)
         return [
-            self._sent(size, tail if number == 0 else 0, None if gathered else codec, gathered)
-            for number, (size, codec, gathered) in enumerate(found)
+            Sent(sent, gathered or (codec is not None and codec.gathered), codec is not None)
+            for sent, (_, codec, gathered) in sizes
         ]
 
-    def _sent(self, size: int, exact: int, codec: Codec | None, gathered: bool) -> Sent:
-        size = self._bytes(size + exact, exact=exact, codec=codec)
-        coded = codec is not None
-        return Sent(size, gathered or (codec is not None and codec.gathered), coded)
+    def _messages(self, fragment: int, round: int) -> list[MessageSize]:
+        elements, found = self.fragments[fragment], []
+        for part in self._parts():
+            if (round + 1) % part.every == 0:
+                gathered = part.gathered or self.gathered
+                codec = self.codec if part.coded and not gathered else None
+                whole = self.whole or not part.displacement
+                sizes = self._buckets(elements, whole=whole)
+                found += [MessageSize(size, codec, gathered) for size in sizes]
+        return found
+
+    def _parts(self) -> list[PartSize]:
+        """In the order in which they travel: the displacement first unless it has a place."""
+        placed = any(part.displacement for part in self.parts)
+        first = [PartSize(displacement=True)] if self.displacement and not placed else []
+        return [*first, *self.parts]
 
     def _buckets(self, elements: int, *, whole: bool) -> list[int]:
         width = max(1, elements if whole else min(self.bucket, elements))
@@ -223,3 +253,26 @@ class PayloadSize:
             elements=elements, exact=exact, itemsize=self.itemsize, codec=codec,
             workers=self.workers,
         )  # fmt: skip
+
+
+def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSize:
+    """The sizes of a worker's messages. `payload` is what its method sends; None: the default."""
+    syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
+    memory, guard = worker.warmup.memory, worker.warmup.guard
+    payload = payload or Payload()
+    ranges = [memory.model] if syncer is None else syncer.anchor.ranges
+    return PayloadSize(
+        fragments=[len(part) for part in ranges],
+        workers=guard.workers,
+        itemsize=replica.dtype.itemsize,
+        bucket=memory.bucket_size,
+        whole=syncer is not None and syncer.whole,
+        buffers=buffers.encoded_size if buffers.averaged else 0,
+        tensors=len(replica.params),
+        scalars=scalar_count(payload),
+        report=guard.header.size // guard.workers,
+        codec=None if syncer is None else syncer.codec,
+        displacement=False,  # it is among the parts, where it travels
+        gathered=worker.method.overrides("weights"),
+        parts=part_sizes(payload),
+    )

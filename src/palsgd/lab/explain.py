@@ -13,6 +13,7 @@ from palsgd.lab.forecast import Forecast, forecast
 from palsgd.lab.methods import plain_local
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
+from palsgd.methods.palsgd import PALSGDMethod
 
 MOST_ROWS = 16  # workers shown of a round
 
