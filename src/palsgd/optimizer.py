@@ -128,7 +128,9 @@ class LocalOptimizer(Optimizer):
         check_choice("draws", draws, DRAWS)
         check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         _check_positive(max_norm=max_norm, bucket_mb=bucket_mb)
-        _check_refusals(method, compress=codec, delay=delay, fragments=fragments, auto=auto)
+        _check_refusals(
+            method, outer=outer, compress=codec, delay=delay, fragments=fragments, auto=auto
+        )
         _check_lag(first, auto, delay, fragments)
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
@@ -139,6 +141,7 @@ class LocalOptimizer(Optimizer):
         method.check([float(group["lr"]) for group in inner.param_groups])
         self.transport = transport or ambient_transport() or find_transport(replica.params, group)
         self.transport.check(codec)
+        method.check_run(inner, self.transport.workers)
         rounds = warmup_steps != math.inf
         outer = outer or (plain_average() if rounds else None)
         self._worker = self._build_worker(
@@ -688,7 +691,7 @@ def builder_of(row: Row) -> Callable[..., LocalOptimizer]:
         model: nn.Module, inner: Optimizer | Sequence[Optimizer], **settings: Any
     ) -> LocalOptimizer:
         own = {name: settings.pop(name) for name in row.settings() if name in settings}
-        if row.outer is not None:
+        if row.outer is not None and not row.fixed_outer:
             settings.setdefault("outer", row.outer())
         return LocalOptimizer(model, inner, row.method(**own), **settings)
 
@@ -732,13 +735,13 @@ def _check_positive(**values: float | None) -> None:
 
 def _check_refusals(method: Method, **options: Any) -> None:
     """Refuse options that mean nothing for the method, with its reason."""
-    nothing = {"compress": None, "delay": 0, "fragments": 1, "auto": None}
+    nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "auto": None}
     reasons = method.refusals()
     for name, value in options.items():
         if value != nothing[name] and name in reasons:
-            shown = value.name if isinstance(value, Codec) else value
+            shown = "..." if name == "outer" else repr(getattr(value, "name", value))
             raise ValueError(
-                f"{name}={shown!r} means nothing for {method}: {reasons[name]}; leave it out"
+                f"{name}={shown} means nothing for {method}: {reasons[name]}; leave it out"
             )
 
 

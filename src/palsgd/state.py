@@ -296,8 +296,9 @@ def _save_message(message: Message) -> dict[str, Any]:
 
 def _pending(saved: dict[str, Any]) -> PendingSync:
     kept = dict(saved)
-    fragment, clock, round, due, steps, sums, step_s = kept["at"]
-    kept["at"] = Moment(fragment, clock, round, due, steps, tuple(sums), step_s)
+    fragment, clock, round, due, steps, sums, step_s, *rates = kept["at"]
+    lately = tuple(rates[0]) if rates else ()
+    kept["at"] = Moment(fragment, clock, round, due, steps, tuple(sums), step_s, lately)
     kept["parts"] = [SentPart(*part) for part in kept["parts"]]
     kept["messages"] = [_message(found) for found in kept["messages"]]
     kept["local_when_sent"] = _cloned(kept["local_when_sent"])

@@ -47,6 +47,7 @@ class Moment(NamedTuple):
     gradient_steps: int
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step, while they are asked for
+    rates: tuple[float, ...] = ()  # of each parameter group, in the last step before it
 
 
 class SentPart(NamedTuple):
@@ -367,6 +368,8 @@ class Syncer:
         finally:
             for param in params:
                 param.grad = None
+        if "inner" in vars(w):  # the method has looked at it
+            w.inner.put_back()
         self.states.keep_scalars(w)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
@@ -437,7 +440,12 @@ class Syncer:
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
         return self.view.fragment(
-            at.fragment, local, at.rate_sums, round=at.round, gradient_steps=at.gradient_steps
+            at.fragment,
+            local,
+            rates=at.rates,
+            rate_sums=at.rate_sums,
+            round=at.round,
+            gradient_steps=at.gradient_steps,
         )
 
 

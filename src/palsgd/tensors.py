@@ -24,6 +24,8 @@ class WorkerTensors:
         inner: `inner[name]` are the inner optimizer's tensors of that name, none if it has none.
         gradient_steps: gradient steps since these tensors were last synced, a number.
         rate_sums: for each tensor, the sum of the (divided) learning rates of those steps.
+        rates: for each tensor, the (undivided) learning rate of the last step before the sync,
+            which all workers have in common; at a sync only.
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
         worker, workers, round: numbers.
     """

@@ -43,7 +43,7 @@ def test_every_field_can_be_given_as_text():
         ({"mix_prob": "1"}, "mix_prob=1"),
         ({"mix_rate": "-1"}, "mix_rate=-1"),
         ({"max_norm": "0"}, "max_norm=0"),
-        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'ddp', 'localsgd'"),
+        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'anchordecay', 'ddp'"),
         ({"batch_size": 10, "micro_batches": 4}, "not a multiple of micro_batches=4"),
     ],
 )

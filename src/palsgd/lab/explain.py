@@ -10,7 +10,7 @@ from rich.text import Text
 
 from palsgd.checks import check_int
 from palsgd.lab.forecast import Forecast, forecast
-from palsgd.lab.methods import plain_local
+from palsgd.lab.methods import plain_local, takes_outer
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
 from palsgd.methods.palsgd import PALSGDMethod
@@ -188,7 +188,7 @@ def _about_rounds(ahead: Forecast) -> Iterator[str]:
         )
     momentum = settings.outer_momentum if settings.outer != "adam" else 0.0
     needed = round(3 / (1 - momentum)) if 0 < momentum < 1 else 0
-    if not ahead.row.fixed_outer and ahead.rounds < needed:
+    if takes_outer(ahead.row) and ahead.rounds < needed:
         yield (
             f"{_count(ahead.rounds, 'round')} for outer_momentum={momentum:g}, which takes about "
             f"{1 / (1 - momentum):.0f} to build up: the global model lags behind; use {needed} or "

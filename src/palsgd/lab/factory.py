@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
 from palsgd import registry
-from palsgd.lab.methods import own_settings
+from palsgd.lab.methods import own_settings, takes_outer
 from palsgd.lab.settings import Settings
 from palsgd.optimizer import builder_of
 from palsgd.outer import OuterFactory
@@ -32,7 +32,7 @@ def build_optimizer(settings: Settings, steps: int, model: nn.Module) -> palsgd.
         shared |= {name: getattr(settings, name) for name in names}
         if row.mixes:
             shared["draws"] = settings.draws
-        if not row.fixed_outer:
+        if takes_outer(row):
             shared["outer"] = outer_optimizer(settings)
     build = builder_of(row)
     return build(model, inner_optimizer(settings, model), **own_settings(settings), **shared)

@@ -6,6 +6,7 @@ from typing import Any
 from palsgd import registry
 from palsgd.lab.settings import Settings, method_setting
 from palsgd.method import Method
+from palsgd.outer import nesterov
 from palsgd.registry import Row
 
 
@@ -27,13 +28,19 @@ def default_names() -> tuple[str, ...]:
 
 def plain_local() -> Row:
     """The default method that syncs now and then and does nothing else between syncs."""
-    rows = (row for row in registry.rows() if row.default and row.rounds and not row.mixes)
-    return next(row for row in rows if not row.fixed_outer)
+    rows = (row for row in registry.rows() if row.default and takes_outer(row))
+    return next(row for row in rows if not row.mixes)
 
 
 def mixing() -> Row:
     """The default method that has steps without data."""
     return next(row for row in registry.rows() if row.default and row.mixes)
+
+
+def takes_outer(row: Row) -> bool:
+    """Is the outer step the recipe's? A method with another default keeps that: recipes are tuned
+    for Nesterov steps."""
+    return row.rounds and not row.fixed_outer and row.outer is nesterov
 
 
 def own_settings(settings: Settings) -> dict[str, Any]:
@@ -62,7 +69,7 @@ def without_effect(name: str) -> set[str]:
     found = of_methods - {method_setting(own) for own in row.settings()}
     if not row.mixes:
         found |= {"draws"}
-    if row.fixed_outer or not row.rounds:
+    if not takes_outer(row):
         found |= {"outer", "outer_lr", "outer_momentum"}
     if not row.rounds:
         found |= {"sync_every", "warmup_steps", "compress", "delay", "fragments"}

@@ -1,5 +1,6 @@
 """The exact engine: the optimizers' own code, workers advanced one after another."""
 
+import copy
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -148,12 +149,21 @@ def run_exact(
         requests = [worker.advance(steps, sent) for worker in crew]
     recorder.end()
     return Result(
-        model=crew[0].model,
+        model=_global_model(crew[0].opt),
         engine="exact",
         history=recorder.history,
         ledgers=[worker.opt.ledger for worker in crew],
         optimizers=[worker.opt for worker in crew],
     )
+
+
+def _global_model(opt: LocalOptimizer) -> nn.Module:
+    """A worker's model holds the global one when training ends, unless its method lets workers keep
+    models of their own; then a copy of it does."""
+    if not opt.method.overrides("restart"):
+        return opt.model
+    with opt.anchor_weights() as shown:
+        return copy.deepcopy(shown)
 
 
 def _note(
