@@ -181,7 +181,8 @@ def parsed(name: str, value: Any) -> Any:
 
 def check_field(name: str) -> None:
     if name not in FIELDS and name.removeprefix(PREFIX) not in _method_fields():
-        known = [*FIELDS, *(method_setting(own) for own in _method_fields())]
+        spelt = PREFIX.__add__ if name.startswith(PREFIX) else method_setting
+        known = [*FIELDS, *map(spelt, _method_fields())]
         (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ValueError(f"there is no setting {name!r}; did you mean {nearest!r}?")
 
