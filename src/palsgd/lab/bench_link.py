@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palsgd import registry, units
+from palsgd.cluster.network import ring_hops
 from palsgd.lab.device import check_device, processor
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.link import modelled_ring_seconds
@@ -171,15 +172,17 @@ def figures(name: str, run: Record, links: list[Link]) -> Record:
         computing = run["gradient_s"] * gradients / (gradients - 1) + run["mixing_s"]
     exchanging = max(0.0, run["wall_s"] - computing)
     messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
-    projected = computing + modelled_ring_seconds(links, run["bytes_sent"], messages)
-    on_the_ring = run["bytes_on_the_wire"]
+    on_the_wire = run["bytes_on_the_wire"]
+    hops = ring_hops(len(links))  # in each of which an all-reduce moves a K-th of its bytes
+    size = on_the_wire * len(links) / hops if hops else 0.0
+    projected = computing + modelled_ring_seconds(links, size, messages)
     return run | {
         "step_s": run["wall_s"] / run["steps"],
         "communicating": exchanging / run["wall_s"],
         "exchange_s": exchanging / run["syncs"] if run["syncs"] else None,
         "projected_step_s": projected / run["steps"],
         "projected_communicating": 1 - computing / projected,
-        "kernel_over_ring": run["kernel_bytes"] / on_the_ring if on_the_ring else None,
+        "kernel_over_ring": run["kernel_bytes"] / on_the_wire if on_the_wire else None,
     }
 
 
