@@ -300,10 +300,10 @@ def fitted(seconds: dict[int, float]) -> dict:
     of each hop; and what they give for more workers."""
     import numpy as np
 
-    from palsgd.cluster.network import ring_bytes, ring_hops
+    from palsgd.cluster.network import ring_hops
 
     def terms(workers: int) -> list[float]:
-        return [ring_bytes(workers, 1.0), ring_hops(workers)]
+        return [ring_hops(workers) / workers, ring_hops(workers)]
 
     table, measured = np.array([terms(k) for k in seconds]), np.array(list(seconds.values()))
     costs, *_ = np.linalg.lstsq(table, measured, rcond=None)

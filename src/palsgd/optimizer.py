@@ -409,6 +409,11 @@ class LocalOptimizer(Optimizer):
         return self._worker.method
 
     @property
+    def facts(self) -> Facts:
+        """What all workers know alike."""
+        return self._worker.facts
+
+    @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, over the anchor; DDP has none."""
         syncer = self._worker._syncer

@@ -180,6 +180,14 @@ class Schedule:
         """The clock at which the round of the step that begins here began."""
         return clock - self.place(clock)[1]
 
+    def steps_of(self, round: int) -> range:
+        """The clocks at which the steps of a round begin, as far as training goes."""
+        at = max(0, bisect_right(self.spans, round, key=lambda s: s.round) - 1)
+        span = self.spans[at]
+        start = span.start + (round - span.round) * span.length
+        stop = start + span.length
+        return range(start, stop if self.end is None else min(stop, self.end))
+
     def length(self, clock: int) -> int:
         """H of the round of the step that begins at this clock."""
         return self.span(clock).length
@@ -254,9 +262,10 @@ class Schedule:
         found = next((c for c in inside if c > clock and self.due(c)), start + span.length)
         return found if self.end is None or not clock < self.end < found else self.end
 
-    def exchanges(self, end: int) -> Iterator[tuple[int, list[Due]]]:
-        """Every clock up to `end`, where training ends, at which something is due, and what."""
-        schedule, clock = self.with_end(end), 0
+    def exchanges(self, end: int, start: int = 0) -> Iterator[tuple[int, list[Due]]]:
+        """Every clock behind `start` up to `end`, where training ends, at which something is due,
+        and what."""
+        schedule, clock = self.with_end(end), start
         while clock < end:
             clock = schedule.next_due(clock)
             yield clock, schedule.due(clock)

@@ -9,7 +9,10 @@ import numpy as np
 import yaml
 
 from palsgd.lab.comparison import to_target
-from palsgd.lab.settings import METHODS, Settings
+from palsgd.lab.methods import default_names
+from palsgd.lab.settings import Settings
+
+METHODS = default_names()
 
 # How fast and how far each method learns here: decay per thousand steps, loss at the end.
 _LEARNS = {

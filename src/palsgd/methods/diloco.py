@@ -15,4 +15,5 @@ ROW = Row(
     colours=("#0072b2", "#5cb8f2"),
     dashes=(5, 1.8),
     outer=nesterov,
+    default=True,
 )

@@ -10,6 +10,7 @@ from palsgd.lab.cli.common_options import (
     Device,
     Download,
     Force,
+    Methods,
     MixProb,
     MixRate,
     Out,
@@ -21,7 +22,6 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.output import fail, print_parts
-from palsgd.lab.settings import METHODS
 
 
 def link(
@@ -42,7 +42,7 @@ def link(
     lossy: Annotated[
         float | None, typer.Option(help="Share of the packets that the last worker's link drops.")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(METHODS),
+    methods: Methods = None,
     workers: Workers = None,
     steps: Annotated[int | None, typer.Option(help="Of the clock.", show_default="64")] = None,
     sync_every: Annotated[int | None, typer.Option(help="H.", show_default="16")] = None,
