@@ -31,8 +31,8 @@ import palsgd
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact, seeded
-from palsgd.simulator.stacking_checks import fastest_convolutions
 from palsgd.simulator.history import Recorder
+from palsgd.simulator.stacking_checks import fastest_convolutions
 from palsgd.simulator.vectorized import Run, Vectorized
 
 H, P = 32, 0.25
