@@ -232,7 +232,7 @@ class Varied(palsgd.Method):
         (Varied(), dict(fragments=2), "fragments=2 means nothing for Varied"),
         (Keeps, dict(), "method=Keeps is a class; give an instance"),
         ("diloco", dict(), "method='diloco' must be a palsgd.Method"),
-        ([Keeps(), Keeps()], dict(), "both have a restart of their own"),
+        ([Keeps(), Keeps()], dict(), "both override restart"),
     ],
 )
 def test_what_means_nothing_for_a_method_is_refused_with_the_reason(method, rules, words):
