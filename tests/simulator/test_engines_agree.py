@@ -167,7 +167,7 @@ def test_methods_that_use_the_rest_of_the_contract_agree(name, sync):
 def test_the_global_model_is_returned_where_no_worker_holds_it():
     for name in ("ring", "halfway"):
 
-        def build(model):
+        def build(model, name=name):
             return palsgd.LocalOptimizer(model, momentum(model), SMALL[name](3), sync_every=6)
 
         fast, exact = both(build, model=linear, steps=20)

@@ -28,7 +28,8 @@ class Ring(palsgd.Method):
         )
 
     def payload(self, w):
-        return Payload((Part("local", [x.to(a.dtype) for x, a in zip(w.local, w.anchor)]),))
+        pairs = zip(w.local, w.anchor, strict=True)
+        return Payload((Part("local", [x.to(a.dtype) for x, a in pairs]),))
 
     def apply(self, w, reduced, outer):
         torch._foreach_copy_(w.anchor, reduced["local"])
