@@ -17,7 +17,8 @@ from palsgd.method import Facts, Method, Rate, Rates
 from palsgd.outer import nesterov
 from palsgd.registry import Row
 from palsgd.schedule import round_plan
-from palsgd.tensors import at_most_one, bounds, highest, lowest, mix_, WorkerTensors
+from palsgd.tensors import WorkerTensors, at_most_one, bounds, highest, lowest
+
 
 @dataclass(frozen=True, kw_only=True)
 class PALSGDMethod(Method):
@@ -54,7 +55,7 @@ class PALSGDMethod(Method):
             return None
         betas = [self.betas(step) for step in mixing]
         for group, steps in enumerate(zip(*betas, strict=True)):
-            mix_(*w.group(group), collapsed(steps))
+            w.pull(group, collapsed(steps))
         every = [beta for step in betas for beta in step]
         return lowest(every), highest(every)
 
