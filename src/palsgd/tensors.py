@@ -48,6 +48,15 @@ class WorkerTensors:
             return self.local, self.anchor
         return [self.local[i] for i in members], [self.anchor[i] for i in members]
 
+    def pull(self, group: int, weight: Rate) -> None:
+        """Pull the local tensors of a parameter group towards the anchor, in place:
+        x <- x + weight (anchor - x)."""
+        rows = vars(self).get("_pull_rows")  # stacked workers need no copies of what they pull
+        if rows is None or "local" in vars(self):
+            mix_(*self.group(group), weight)
+        else:
+            rows(group, weight)
+
     def group_of(self) -> list[int]:
         """The parameter group of each tensor."""
         found = [0] * len(self.local)

@@ -62,11 +62,12 @@ def test_a_grid_shares_one_program(monkeypatch):
     from palsgd.simulator.stack import StackedWorkers
 
     original = StackedWorkers.gradients
-    monkeypatch.setattr(
-        StackedWorkers,
-        "gradients",
-        lambda self, who, b: calls.append(len(who)) or original(self, who, b),
-    )
+
+    def counted(stack, who, batches):
+        calls.append(len(who))
+        return original(stack, who, batches)
+
+    monkeypatch.setattr(StackedWorkers, "gradients", counted)
     palsgd.simulate_many([{"seed": s} for s in range(4)], **COMMON, vectorize=True)
     assert calls[0] == 12  # the trial
     assert set(calls[1:]) == {12}

@@ -23,13 +23,11 @@ class Ring(palsgd.Method):
     workers: int
 
     def weights(self, worker, round):
-        return (
-            dict.fromkeys({worker, (worker + 1) % self.workers}, 0.5) if self.workers > 1 else None
-        )
+        return {worker: 0.5, (worker + 1) % self.workers: 0.5}
 
     def payload(self, w):
-        pairs = zip(w.local, w.anchor, strict=True)
-        return Payload((Part("local", [x.to(a.dtype) for x, a in pairs]),))
+        local = [x.to(a.dtype) for x, a in zip(w.local, w.anchor, strict=True)]
+        return Payload((Part("local", local),))
 
     def apply(self, w, reduced, outer):
         torch._foreach_copy_(w.anchor, reduced["local"])

@@ -17,7 +17,7 @@ from palsgd.method import Facts, Method, Rate, Rates
 from palsgd.outer import nesterov
 from palsgd.registry import Row
 from palsgd.schedule import round_plan
-from palsgd.tensors import WorkerTensors, at_most_one, bounds, highest, lowest, mix_
+from palsgd.tensors import WorkerTensors, at_most_one, bounds, highest, lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class PALSGDMethod(Method):
             return None
         betas = [self.betas(step) for step in mixing]
         for group, steps in enumerate(zip(*betas, strict=True)):
-            mix_(*w.group(group), collapsed(steps))
+            w.pull(group, collapsed(steps))
         every = [beta for step in betas for beta in step]
         return lowest(every), highest(every)
 
@@ -99,5 +99,4 @@ ROW = Row(
     colours=("#d55e00", "#ff9152"),
     outer=nesterov,
     mixes=True,
-    default=True,
 )

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from palsgd.flat import FlatModel, Layout, Place
+from palsgd.method import Rate
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.sync import Syncer
-from palsgd.tensors import WorkerTensors
+from palsgd.tensors import WorkerTensors, mix_
 
 
 class Selection:
@@ -135,7 +136,22 @@ class StackedView:
 
     def whole(self, chosen: Selection, **known: Any) -> WorkerTensors:
         """All tensors of the model."""
-        return self._made(chosen, None, self.replica.groups, {}, known)
+        w = self._made(chosen, None, self.replica.groups, {}, known)
+        vars(w)["_pull_rows"] = partial(self._pull, chosen.workers)
+        return w
+
+    def _pull(self, workers: Sequence[int], group: int, weight: Rate) -> None:
+        """Pull workers towards the anchor, those of equal weight together."""
+        stacked = self.own(self.stack.params)
+        members = self.replica.groups[group]
+        for each, rows in _by_weight(workers, weight).items():
+            if len(rows) == self.workers:
+                local = [stacked[i] for i in members]
+                mix_(local, [self.anchor.views[i] for i in members], each)
+                continue
+            # Rows of the same shape as the anchor share one kernel, and need no copies.
+            local = [stacked[i][k] for i in members for k in rows]
+            mix_(local, [self.anchor.views[i] for i in members for _ in rows], each)
 
     def with_gradients(
         self, chosen: Selection, grads: Callable[[], list[Tensor]], **known: Any
@@ -228,6 +244,15 @@ class StackedView:
         if found and all(id(x) in common for x in found):
             return float(sum(x.double().square().sum() for x in found).sqrt())  # type: ignore[union-attr]
         return squared_norms(found, workers).sqrt().cpu()
+
+
+def _by_weight(workers: Sequence[int], weight: Rate) -> dict[float, Sequence[int]]:
+    if not isinstance(weight, Tensor):
+        return {weight: workers}
+    found: dict[float, list[int]] = {}
+    for worker, each in zip(workers, weight.tolist(), strict=True):
+        found.setdefault(each, []).append(worker)
+    return dict(found)
 
 
 def _common(kept: FlatModel, fragment: int | None) -> list[Tensor]:

@@ -54,6 +54,8 @@ class Member(NamedTuple):
     def slots(self, everyone: dict[int, GradientSlot]) -> dict[int, GradientSlot]:
         """Those of this run, by the worker's number in it."""
         stop = self.first + self.run.workers
+        if self.first == 0 and next(reversed(everyone)) < stop:
+            return everyone
         return {k - self.first: s for k, s in everyone.items() if self.first <= k < stop}
 
     def part(self, everyone: list[Any]) -> list[Any]:
