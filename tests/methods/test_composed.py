@@ -89,7 +89,7 @@ def test_two_methods_that_both_decide_one_thing_are_refused(slot):
 
 
 def test_two_methods_of_the_family_that_both_take_the_global_step_are_refused():
-    with pytest.raises(ValueError, match="^SCAFFOLD and SlowMo both override apply"):
+    with pytest.raises(ValueError, match=r"^SCAFFOLD and SlowMo both override apply"):
         optimizer(linear(), [SCAFFOLDMethod(), SlowMoMethod()])
 
 
