@@ -1,6 +1,7 @@
 """Where each tensor lies in one flat buffer, and how ranges of it travel in buckets."""
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,14 @@ class Layout:
     def flattened(self, i: int, tensor: Tensor) -> Tensor:
         """One-dimensional, in this layout's memory order: a view wherever strides allow one."""
         return self.dense(i, tensor).as_strided((self.sizes[i],), (1,))
+
+
+class Place(NamedTuple):
+    """Where a tensor, or a piece of it, lies in a range of a flat model."""
+
+    tensor: int
+    part: slice | None  # of the tensor in memory order; None: all of it
+    place: slice  # in the range
 
 
 class Bucket:
@@ -109,6 +118,16 @@ class Bucket:
     def owners(self) -> list[int]:
         """The index of the tensor that each of `parts` belongs to."""
         return sorted([i for i, _ in self._whole] + [i for i, _, _ in self._cut])
+
+    def places(self) -> list[Place]:
+        """Where each of `parts` lies."""
+        whole = [self._place_of(i) for i, _ in self._whole]
+        cut = [Place(i, part, place) for i, part, place in self._cut]
+        return sorted(whole + cut, key=lambda found: found.tensor)
+
+    def _place_of(self, i: int) -> Place:
+        start = self._layout.starts[i] - self._low
+        return Place(i, None, slice(start, start + self._layout.sizes[i]))
 
     def put_back(self, parts: list[Tensor], tensors: list[Tensor]) -> None:
         """Write parts that `parts(tensors)` had to copy back into `tensors`."""
@@ -202,6 +221,10 @@ class FlatModel:
     def owners(self, fragment: int) -> list[int]:
         """The index of the tensor that each of `pieces` belongs to."""
         return self._fragments[fragment].owners()
+
+    def places(self, fragment: int) -> list[Place]:
+        """Where each of `pieces` lies in the fragment."""
+        return self._fragments[fragment].places()
 
 
 def split_evenly(size: int, count: int) -> list[range]:

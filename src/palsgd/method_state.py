@@ -1,9 +1,11 @@
 """What a method keeps beside the model: tensors like the model, and numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.anchor import digest
 from palsgd.flat import FlatModel
@@ -23,12 +25,12 @@ class MethodState:
         self.common = {name: new() for name in state_names(method.global_state)}
         self.local_scalars = state_scalars(method.local_state)
         self.common_scalars = state_scalars(method.global_state)
-        self._initial = dict(self.local_scalars)
+        self.initial_scalars = dict(self.local_scalars)
 
     def sources(self, fragment: int | None) -> dict[str, Callable[[], Any]]:
         """The tensors by name, of the whole model or of a fragment."""
         return {
-            name: (lambda kept=kept: kept.views if fragment is None else kept.pieces(fragment))
+            name: partial(_tensors, kept, fragment)
             for name, kept in (self.local | self.common).items()
         }
 
@@ -46,9 +48,13 @@ class MethodState:
     def reset_local(self) -> None:
         for kept in self.local.values():
             kept.flat.zero_()
-        self.local_scalars.update(self._initial)
+        self.local_scalars.update(self.initial_scalars)
 
     def digest(self, fragment: int | None) -> int:
         """Of what all workers must hold alike."""
         kept = self.common.values()
         return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
+
+
+def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:
+    return kept.views if fragment is None else kept.pieces(fragment)

@@ -1,6 +1,7 @@
 """How a worker's tensors are shown to the rules of its method."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class MethodView:
         have = [i for i, p in enumerate(self.replica.params) if p.grad is not None]
         local, params = self.replica.local(), self.replica.params
         sources: dict[str, Callable[[], Any]] = {
-            name: (lambda source=source: [source()[i] for i in have])
+            name: partial(_chosen, source, have)
             for name, source in self.states.sources(None).items()
         }
         sources |= {
@@ -119,6 +120,11 @@ class MethodView:
             total += tensor.double().square().sum()
         self._transport.sum_over_shards(total)
         return float(total.sqrt())
+
+
+def _chosen(source: Callable[[], list[Tensor]], have: list[int]) -> list[Tensor]:
+    tensors = source()
+    return [tensors[i] for i in have]
 
 
 class InnerState:

@@ -37,7 +37,7 @@ from palsgd.outer import OuterFactory, nesterov, plain_average
 from palsgd.registry import Row
 from palsgd.replica import Replica
 from palsgd.schedule import DRAWS, Schedule
-from palsgd.state import load_state, save_state
+from palsgd.state import Parts, load_state, save_state
 from palsgd.sync import Syncer
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
@@ -94,6 +94,8 @@ class LocalOptimizer(Optimizer):
         >>> opt.clock
         1
     """
+
+    fixed_outer = False  # is the outer step part of the method?
 
     def __init__(
         self,
@@ -253,7 +255,7 @@ class LocalOptimizer(Optimizer):
             syncer=syncer,
             meter=meter,
             listeners=Listeners(),
-            interval=auto and AutoInterval(auto, fragments=fragments, delay=delay),
+            interval=None if auto is None else AutoInterval(auto, fragments=fragments, delay=delay),
         )
 
     def _agree(self, replica: Replica, bucket_mb: float) -> None:
@@ -407,6 +409,11 @@ class LocalOptimizer(Optimizer):
         return self._worker.method
 
     @property
+    def facts(self) -> Facts:
+        """What all workers know alike."""
+        return self._worker.facts
+
+    @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, over the anchor; DDP has none."""
         syncer = self._worker._syncer
@@ -498,12 +505,15 @@ class LocalOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model itself: save model.state_dict() of each worker beside it."""
-        return save_state(self)
+        return save_state(self._parts())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Go on from `state_dict`, mid-round too, bit for bit. With `strict=False` the settings
         may differ from those it was saved under."""
-        load_state(self, state_dict, strict=strict)
+        load_state(self._parts(), state_dict, strict=strict)
+
+    def _parts(self) -> Parts:
+        return Parts(self._worker, self.transport, self.config)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_worker"):
@@ -532,7 +542,6 @@ def documented(kind: Kind) -> Kind:
     return kind
 
 
-LocalOptimizer.fixed_outer = False  # type: ignore[attr-defined]
 documented(LocalOptimizer)
 
 
@@ -639,9 +648,7 @@ class LocalSGD(LocalOptimizer):
     ):
         if "outer" in options:
             raise TypeError("LocalSGD averages and has no outer=; use palsgd.DiLoCo(outer=...)")
-        super().__init__(
-            model, inner, Method(), plain_average(), sync_every=sync_every, **options
-        )
+        super().__init__(model, inner, Method(), plain_average(), sync_every=sync_every, **options)
 
 
 @documented
@@ -661,9 +668,7 @@ class DDP(LocalOptimizer):
 
     fixed_outer = True
 
-    def __init__(
-        self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any
-    ):
+    def __init__(self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any):
         for name, nothing in (("compress", None), ("delay", 0), ("fragments", 1)):
             if options.get(name, nothing) not in (nothing, "none"):
                 raise ValueError(
@@ -691,7 +696,9 @@ def builder_of(row: Row) -> Callable[..., LocalOptimizer]:
         return LocalOptimizer(model, inner, row.method(**own), **settings)
 
     build.__name__ = build.__qualname__ = row.title
-    build.__doc__ = f"{row.summary}.\n\nSettings of its own: {', '.join(row.settings()) or 'none'}.\n"
+    build.__doc__ = (
+        f"{row.summary}.\n\nSettings of its own: {', '.join(row.settings()) or 'none'}.\n"
+    )
     build.__doc__ += f"{row.method.__doc__ or ''}\n\n{inspect.cleandoc(OPTIONS)}"
     return build
 

@@ -1,10 +1,22 @@
 """The size of what workers exchange. No other module computes the bytes of a message."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import nn
+
+from palsgd.buffers import Buffers
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import message_bytes
+from palsgd.flat import split_evenly
+from palsgd.method import Method, Payload, state_names, state_scalars
+from palsgd.tensors import WorkerTensors
+
+if TYPE_CHECKING:
+    from palsgd.worker import Worker
 
 REPORT = 4  # numbers of each worker in the header of a sync (see palsgd.guard)
 REPORT_WITH_COSTS = 6  # while sync_every="auto" measures
@@ -23,11 +35,104 @@ def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:
 
 @dataclass(frozen=True)
 class PartSize:
-    """A part of a payload beside the displacement of the model."""
+    """A part of a payload."""
 
     coded: bool = True
     gathered: bool = False
     every: int = 1
+    displacement: bool = False  # is it that of the model, which travels in buckets?
+
+
+class MessageSize(NamedTuple):
+    """One message of a sync."""
+
+    elements: int
+    codec: Codec | None
+    gathered: bool  # are all workers' values gathered instead of averaged?
+
+
+class Sent(NamedTuple):
+    """One message: the bytes that a worker hands over, and how they travel."""
+
+    bytes: int
+    gathered: bool  # to every other worker, instead of into a mean
+    coded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSize:
+    """What the payload of a method consists of."""
+
+    parts: tuple[PartSize, ...] = (PartSize(displacement=True),)
+    gathered: bool = False  # are all values gathered instead of averaged?
+    scalars: int = 0
+    whole: bool = False  # must a fragment travel in one message?
+
+    @classmethod
+    def of(cls, method: Method) -> "MethodSize":
+        """Asks the method for its payload of a model of one number."""
+        slots = ("payload", "apply", "restart", "weights")
+        payload = method.payload(_one_number(method))
+        return cls(
+            parts=part_sizes(payload),
+            gathered=method.overrides("weights"),
+            scalars=scalar_count(payload),
+            whole=any(method.overrides(slot) for slot in slots),
+        )
+
+
+def part_sizes(payload: Payload) -> tuple[PartSize, ...]:
+    return tuple(
+        PartSize(part.coded, part.reduction == "gather", part.every, part.tensors is None)
+        for part in payload.parts
+    )
+
+
+def scalar_count(payload: Payload) -> int:
+    """With the weight of a worker, where some part is weighted."""
+    weighted = any(part.reduction == "weighted" for part in payload.parts)
+    return len(payload.scalars) + weighted
+
+
+def _one_number(method: Method) -> WorkerTensors:
+    """A worker whose model is one number."""
+    entries = (*method.local_state, *method.global_state)
+    tensors = {name: [torch.zeros(1)] for name in ("local", "anchor", *state_names(entries))}
+    return WorkerTensors(
+        {},
+        **tensors,
+        **state_scalars(entries),
+        groups=[[0]],
+        inner=defaultdict(list),
+        gradient_steps=1,
+        rates=[1.0],
+        rate_sums=[1.0],
+        initial_rates=[1.0],
+        worker=0,
+        workers=1,
+        round=0,
+        _norm=lambda tensors: 0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What of a model travels."""
+
+    parameters: int  # that are trained
+    tensors: int = 0  # they are in
+    buffers: int = 0  # numbers that its buffers become
+
+    @classmethod
+    def of(cls, model: nn.Module, buffers: str = "average") -> "ModelSize":
+        """Of any model, also one on the meta device."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        kept = Buffers(model, buffers)
+        return cls(
+            parameters=sum(p.numel() for p in trained),
+            tensors=len(trained),
+            buffers=kept.encoded_size if kept.averaged else 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +153,32 @@ class PayloadSize:
     gathered: bool = False  # are all values gathered instead of averaged?
     parts: Sequence[PartSize] = field(default_factory=tuple)  # what else travels
 
+    @classmethod
+    def of(
+        cls,
+        model: ModelSize,
+        method: MethodSize,
+        *,
+        workers: int,
+        fragments: int = 1,
+        delay: int = 0,
+        codec: Codec | None = None,
+        whole: bool = False,
+    ) -> "PayloadSize":
+        """Of a model in single precision, under the settings that an optimizer has by default."""
+        return cls(
+            fragments=[len(part) for part in split_evenly(model.parameters, fragments)],
+            workers=workers,
+            whole=whole or method.whole or delay > 0,
+            buffers=model.buffers,
+            tensors=model.tensors,
+            scalars=method.scalars,
+            codec=codec,
+            displacement=False,  # it is among the parts, where it travels
+            gathered=method.gathered,
+            parts=method.parts,
+        )
+
     @property
     def header(self) -> int:
         """Numbers of the header."""
@@ -63,27 +194,55 @@ class PayloadSize:
         sizes[0] += self.header + self.buffers + self.tensors
         return [self._bytes(size, exact=size, codec=None) for size in sizes]
 
+    def ddp(self) -> int:
+        """What a step of the warm-up hands over where a DistributedDataParallel averages."""
+        return 0 if self.workers == 1 else sum(self.fragments) * self.itemsize
+
     def sync(self, fragment: int = 0, round: int = 0) -> list[int]:
         """The messages of one sync."""
-        elements = self.fragments[fragment]
         last = fragment == len(self.fragments) - 1
         tail = self.header + self.scalars + (self.buffers if last else 0)
-        sizes = self._buckets(elements, whole=self.whole) if self.displacement else []
-        found = [(size, self.codec, self.gathered) for size in sizes]
-        for part in self.parts:
+        found = []
+        for number, (elements, codec, _) in enumerate(self._messages(fragment, round)):
+            exact = tail if number == 0 else 0
+            found.append(self._bytes(elements + exact, exact=exact, codec=codec))
+        return found
+
+    def gathers(self, round: int = 0, fragment: int = 0) -> list[bool]:
+        """For each message of a sync, whether it is gathered instead of averaged."""
+        return [message.gathered for message in self.messages(fragment, round)]
+
+    def on_the_wire(self, fragment: int = 0, round: int = 0) -> int:
+        """The bytes that one worker's link carries for one sync."""
+        return sum(
+            wire_bytes(sent, self.workers, gathered=gathered)
+            for sent, gathered, _ in self.messages(fragment, round)
+        )
+
+    def messages(self, fragment: int = 0, round: int = 0) -> list[Sent]:
+        """The messages of one sync, and how they travel."""
+        sizes = zip(self.sync(fragment, round), self._messages(fragment, round), strict=True)
+        return [
+            Sent(sent, gathered or (codec is not None and codec.gathered), codec is not None)
+            for sent, (_, codec, gathered) in sizes
+        ]
+
+    def _messages(self, fragment: int, round: int) -> list[MessageSize]:
+        elements, found = self.fragments[fragment], []
+        for part in self._parts():
             if (round + 1) % part.every == 0:
                 gathered = part.gathered or self.gathered
-                found.append((elements, self.codec if part.coded else None, gathered))
-        messages = []
-        for number, (size, codec, gathered) in enumerate(found):
-            exact = tail if number == 0 else 0
-            messages.append(self._bytes(size + exact, exact=exact, codec=None if gathered else codec))
-        return messages
+                codec = self.codec if part.coded and not gathered else None
+                whole = self.whole or not part.displacement
+                sizes = self._buckets(elements, whole=whole)
+                found += [MessageSize(size, codec, gathered) for size in sizes]
+        return found
 
-    def gathers(self, round: int = 0) -> list[bool]:
-        """For each message of a sync, whether it is gathered instead of averaged."""
-        codec = self.codec is not None and self.codec.gathered
-        return [codec or self.gathered] * len(self.sync(0, round))
+    def _parts(self) -> list[PartSize]:
+        """In the order in which they travel: the displacement first unless it has a place."""
+        placed = any(part.displacement for part in self.parts)
+        first = [PartSize(displacement=True)] if self.displacement and not placed else []
+        return [*first, *self.parts]
 
     def _buckets(self, elements: int, *, whole: bool) -> list[int]:
         width = max(1, elements if whole else min(self.bucket, elements))
@@ -94,3 +253,26 @@ class PayloadSize:
             elements=elements, exact=exact, itemsize=self.itemsize, codec=codec,
             workers=self.workers,
         )  # fmt: skip
+
+
+def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSize:
+    """The sizes of a worker's messages. `payload` is what its method sends; None: the default."""
+    syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
+    memory, guard = worker.warmup.memory, worker.warmup.guard
+    payload = payload or Payload()
+    ranges = [memory.model] if syncer is None else syncer.anchor.ranges
+    return PayloadSize(
+        fragments=[len(part) for part in ranges],
+        workers=guard.workers,
+        itemsize=replica.dtype.itemsize,
+        bucket=memory.bucket_size,
+        whole=syncer is not None and syncer.whole,
+        buffers=buffers.encoded_size if buffers.averaged else 0,
+        tensors=len(replica.params),
+        scalars=scalar_count(payload),
+        report=guard.header.size // guard.workers,
+        codec=None if syncer is None else syncer.codec,
+        displacement=False,  # it is among the parts, where it travels
+        gathered=worker.method.overrides("weights"),
+        parts=part_sizes(payload),
+    )

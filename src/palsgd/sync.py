@@ -141,7 +141,7 @@ class Syncer:
                 sent = yield message
                 if arrival is None:
                     self.meter.exchange_s = time.perf_counter() - began
-                self.count_sent(pending, message, sent)
+                self._count(pending, message, sent)
                 if arrival is None:
                     arrival = self._check(pending)
                 self._rescale(message, arrival)
@@ -175,10 +175,12 @@ class Syncer:
         start, began = self.meter.watch.now(), time.perf_counter()
         if not pending.arrived:
             for message in pending.messages:
-                self.count_sent(pending, message, (yield Finish(message)))
+                message.sent = yield Finish(message)
             pending.arrived = True
         self.meter.exchange_s = time.perf_counter() - began  # only what the steps did not hide
         arrival = self._check(pending)
+        for message in pending.messages:
+            self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
         outcome = self._conclude(pending, arrival, start)
@@ -220,7 +222,7 @@ class Syncer:
     def _values(
         self, at: Moment, parts: list[Part]
     ) -> Iterator[tuple[Part, Tensor, Bucket | None]]:
-        """The values of each message, and the bucket that holds them if they are the displacement."""
+        """The values of each message; of the displacement, with the bucket that holds them."""
         for part in parts:
             if part.tensors is not None:
                 yield part, flattened(part.tensors, self.memory.template), None
@@ -275,13 +277,14 @@ class Syncer:
             scalars[_WEIGHT] = payload.weight
         if scalars:
             pending.scalars = list(scalars)
-            sections.append(like.new_tensor([float(v) * report.finite for v in scalars.values()]))
+            kept = [float(v) if report.finite else 0.0 for v in scalars.values()]  # nan * 0 is nan
+            sections.append(like.new_tensor(kept))
         return torch.cat(sections) if len(sections) > 1 else sections[0]
 
     def _ends_round(self, at: Moment) -> bool:
         return at.fragment == len(self.anchor.ranges) - 1
 
-    def count_sent(self, pending: PendingSync, message: Message, sent: int) -> None:
+    def _count(self, pending: PendingSync, message: Message, sent: int) -> None:
         pending.sent += sent
         coded = message.codec is not None and message.codec.gathered
         self.count_message(sent, gathered=message.gather or coded)
@@ -381,9 +384,7 @@ class Syncer:
         if pending.parked:
             return {pending.parts[0].name: self.view.local_pieces(pending.at.fragment)}
         found: dict[str, list[Tensor]] = {}
-        for number, (part, message) in enumerate(
-            zip(pending.parts, pending.messages, strict=True)
-        ):
+        for number, (part, message) in enumerate(zip(pending.parts, pending.messages, strict=True)):
             tail = pending.tail if number == 0 else 0
             values = message.values[: len(message.values) - tail]
             if message.gather:

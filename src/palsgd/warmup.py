@@ -106,14 +106,14 @@ class Warmup:
         meter: Meter,
     ):
         self.gradient_sync = gradient_sync
-        self._replica, self._memory, self._guard = replica, memory, guard
+        self._replica, self.memory, self.guard = replica, memory, guard
         self.buffers, self._meter = buffers, meter
         self.compared = False  # have all workers shown that they begin with the same model?
 
     @property
     def template(self) -> Tensor:
         """An empty tensor of the type and device of all messages."""
-        return self._memory.template
+        return self.memory.template
 
     @property
     def in_step(self) -> bool:
@@ -123,34 +123,32 @@ class Warmup:
     def switch(self, *, on: bool) -> None:
         self.gradient_sync.switch(on=on)
 
-    def average(
-        self, clock: int, count: Callable[[int], None]
-    ) -> Generator[Request, int, None]:
+    def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, None]:
         """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
         parameter without one on any worker keeps none."""
-        replica, like = self._replica, self._memory.template
-        buckets = self._memory.buckets(self._memory.model)
+        replica, like = self._replica, self.memory.template
+        buckets = self.memory.buckets(self.memory.model)
         sections = [
             like.new_tensor([float(p.grad is not None) for p in replica.params]),
-            self._guard.encode(self._report(clock, buckets), like),
+            self.guard.encode(self._report(clock, buckets), like),
         ]
         if self.buffers.averaged:
-            sections.append(self.buffers.encode(self._guard.worker, like))
+            sections.append(self.buffers.encode(self.guard.worker, like))
         sizes, tail = [section.numel() for section in sections], torch.cat(sections)
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
-                values = self._memory.with_tail(bucket.flat, tail)
+                values = self.memory.with_tail(bucket.flat, tail)
                 count((yield Message(values)))
                 tail.copy_(values[-len(tail) :])
                 shares, header, *means = tail.split(sizes)
-                self._guard.check_alike(header, f"the first step (clock {clock})")
+                self.guard.check_alike(header, f"the first step (clock {clock})")
                 self.compared = True
                 _make_missing(replica.params, shares.tolist())
             else:
                 count((yield Message(bucket.flat)))
             bucket.write(_or_zeros(replica.grads(), replica.local()))
-        workers = self._guard.workers
+        workers = self.guard.workers
         self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
 
     def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
@@ -162,7 +160,7 @@ class Warmup:
         for bucket in buckets.ranges:
             bucket.read(self._replica.local())
             own += digest(bucket.flat)
-        return self._guard.report(
+        return self.guard.report(
             own, finite=True, meter=self._meter, step_s=0.0, device=self._replica.device
         )
 

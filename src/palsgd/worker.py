@@ -285,16 +285,20 @@ class Worker:
 
     def _round_plan(self, round: int) -> list[bool]:
         if self._plan[0] != round:
-            clock = self.at.clock
-            length, facts = self.schedule.length(clock), self.round_facts(clock)
-            plan = self.method.plan(self.number, round, length, facts)
-            if len(plan) != length:
-                raise ValueError(
-                    f"{type(self.method).__name__}.plan gives {len(plan)} steps for a round of "
-                    f"{length}; it must give one for each"
-                )
-            self._plan = (round, plan)
+            self._plan = (round, self.plan_of(self.number, round))
         return self._plan[1]
+
+    def plan_of(self, worker: int, round: int) -> list[bool]:
+        """The steps of the present round of any worker."""
+        clock = self.at.clock
+        length, facts = self.schedule.length(clock), self.round_facts(clock)
+        plan = self.method.plan(worker, round, length, facts)
+        if len(plan) != length:
+            raise ValueError(
+                f"{type(self.method).__name__}.plan gives {len(plan)} steps for a round of "
+                f"{length}; it must give one for each"
+            )
+        return plan
 
     def round_facts(self, clock: int) -> Facts:
         """What all workers know of the round of this clock."""
@@ -483,6 +487,41 @@ class Worker:
         values = buffers.encode(self.number, self.warmup.template)
         yield Message(values)
         buffers.decode(values, workers, workers)
+
+    # -- for an engine that takes the gradient steps of many workers itself --------------------
+
+    def open_local_phase(self) -> Exchange:
+        """The model becomes the anchor."""
+        yield from self._start_local_phase()
+
+    def extend_schedule(self) -> None:
+        """Ask the method for the length of the round that begins."""
+        self._extend_schedule()
+
+    def before_gradient_at(self, clock: int) -> None:
+        """The rule before the inner step that begins at this clock."""
+        self.at.clock = clock
+        self._before_gradient()
+
+    def after_gradient_at(
+        self, clock: int, rate: list[float] | None, mixing: list[list[float]]
+    ) -> None:
+        """The rule after an inner step and the steps without data that end at this clock."""
+        self.at.clock = clock
+        self._after_gradient(rate, mixing)
+
+    def passed(self, clock: int, *, rates: list[list[float]], mixing_steps: int) -> None:
+        """Steps up to this clock were taken; `rates` has the divided rates of each gradient."""
+        at = self.at
+        at.clock, at.synced = clock, False
+        at.gradient_steps += len(rates)
+        at.rate_sums = [sum(group) for group in zip(at.rate_sums, *rates, strict=True)]
+        self.ledger.gradient_steps += len(rates)
+        self.ledger.mixing_steps += mixing_steps
+
+    def run_due(self) -> Exchange:
+        """Everything that is due at this point of the clock."""
+        yield from self._run_due()
 
     # -- from outside --------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from palsgd.method import Facts, Method, Rate, Rates
 from palsgd.outer import nesterov
 from palsgd.registry import Row
 from palsgd.schedule import round_plan
-from palsgd.tensors import at_most_one, bounds, highest, lowest, mix_, WorkerTensors
+from palsgd.tensors import WorkerTensors, at_most_one, bounds, highest, lowest, mix_
+
 
 @dataclass(frozen=True, kw_only=True)
 class PALSGDMethod(Method):
@@ -98,4 +99,5 @@ ROW = Row(
     colours=("#d55e00", "#ff9152"),
     outer=nesterov,
     mixes=True,
+    default=True,
 )
