@@ -510,10 +510,13 @@ class Worker:
         self.at.clock = clock
         self._after_gradient(rate, mixing)
 
-    def passed(self, clock: int, *, rates: list[list[float]], mixing_steps: int) -> None:
-        """Steps up to this clock were taken; `rates` has the divided rates of each gradient."""
+    def passed(
+        self, clock: int, *, rates: list[list[float]], last: list[float], mixing_steps: int
+    ) -> None:
+        """Steps up to this clock were taken; `rates` has the divided rates of each gradient, and
+        `last` the undivided ones of the last step, with a gradient or without."""
         at = self.at
-        at.clock, at.synced = clock, False
+        at.clock, at.synced, at.rates = clock, False, list(last)
         at.gradient_steps += len(rates)
         at.rate_sums = [sum(group) for group in zip(at.rate_sums, *rates, strict=True)]
         self.ledger.gradient_steps += len(rates)

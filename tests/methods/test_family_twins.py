@@ -125,12 +125,10 @@ def test_two_processes_follow_the_method_and_equal_the_simulation_bit_for_bit(wo
 
 
 @pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("mixes", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_stacked_workers_follow_the_method(case, workers):
-    try:
-        result = simulated(case, workers, vectorize=True)
-    except (ValueError, AttributeError) as refusal:  # a method may not be refused in the end
-        pytest.skip(f"the stacked engine does not run it yet: {refusal}")
-    np.testing.assert_allclose(
-        vector_of(result.model), expected(case, workers).x, rtol=1e-9, atol=1e-11
-    )
+def test_stacked_workers_follow_the_method(case, mixes, workers):
+    result = simulated(case, workers, vectorize=True, mixes=mixes)
+    want = expected(case, workers, mixes)
+    assert result.engine == "vectorized"
+    np.testing.assert_allclose(vector_of(result.model), want.x, rtol=1e-9, atol=1e-11)
