@@ -27,7 +27,7 @@ def composed(method: Any) -> Method:
         users = [m for m in method if m.overrides(slot)]
         if len(users) > 1:
             raise ValueError(
-                f"{users[0]} and {users[1]} both have a {slot} of their own, and there can be one; "
+                f"{users[0]} and {users[1]} both override {slot}, which one method alone decides; "
                 "use one of them"
             )
     found = Composed(methods=tuple(method))

@@ -25,7 +25,7 @@ class MethodState:
         self.common = {name: new() for name in state_names(method.global_state)}
         self.local_scalars = state_scalars(method.local_state)
         self.common_scalars = state_scalars(method.global_state)
-        self._initial = dict(self.local_scalars)
+        self.initial_scalars = dict(self.local_scalars)
 
     def sources(self, fragment: int | None) -> dict[str, Callable[[], Any]]:
         """The tensors by name, of the whole model or of a fragment."""
@@ -48,7 +48,7 @@ class MethodState:
     def reset_local(self) -> None:
         for kept in self.local.values():
             kept.flat.zero_()
-        self.local_scalars.update(self._initial)
+        self.local_scalars.update(self.initial_scalars)
 
     def digest(self, fragment: int | None) -> int:
         """Of what all workers must hold alike."""

@@ -4,7 +4,6 @@ One table says what the state is: each field's name, whose it is, what it holds,
 from an optimizer and put back. Draws need no state, as plans are pure.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from palsgd.flat import FlatModel
 from palsgd.replica import Replica
 from palsgd.schedule import Span
 from palsgd.sharding import is_sharded, local_tensor
+from palsgd.state_0_1 import converted
 from palsgd.sync import Moment, PendingSync, SentPart
 from palsgd.transports.transport import Message, Transport
 from palsgd.worker import Progress, Worker
@@ -56,7 +56,14 @@ def save_state(of: Parts) -> dict[str, Any]:
 
 def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
     if "version" not in state:
-        state = converted(state, of)
+        worker = of.worker
+        state = converted(
+            state,
+            of.config,
+            version=VERSION,
+            sync_every=worker.facts.sync_every,
+            groups=len(worker.inner.optimizer.param_groups),
+        )
     for field in SCHEMA:
         field.load(of, state[field.name], strict)
     of.worker.resumed()
@@ -395,78 +402,3 @@ SCHEMA = (
         _save_rank, _load_rank,
     ),
 )  # fmt: skip
-
-
-# -- states of release 0.1.0 -------------------------------------------------------------------
-
-
-def converted(state: dict[str, Any], of: Parts) -> dict[str, Any]:
-    """A state that release 0.1.0 saved, in today's form."""
-    counts, config = state["counts"], state["config"]
-    groups, fragments = len(of.worker.inner.optimizer.param_groups), config["fragments"]
-    none = tuple([0.0] * groups)
-    warmup = of.config["warmup_steps"]
-    start = 0 if warmup == float("inf") else int(warmup)
-    spans = [(start, 0, of.worker.facts.sync_every, 0)]
-    if not counts["measuring"] and tuple(counts["origin"]) != (warmup, 0):
-        clock, round = counts["origin"]
-        spans.append((int(clock), round, counts["sync_every"], config["delay"]))
-    return {
-        "version": VERSION,
-        # settings that 0.1.0 did not have, or did not give this method, are as they are here
-        "config": {name: config.get(name, mine) for name, mine in of.config.items()},
-        "progress": {
-            "fragments": fragments,
-            "gradient_steps": counts["gradient_steps"],
-            "rounds": counts["rounds"],
-            "epoch": counts["epoch"],
-            "synced": counts["synced"],
-            "has_anchor": state["anchor"] is not None,
-            "sent_at": list(counts["sent_at"]),
-            "last_record": tuple(counts["since_sync"]),
-            "rate_sums": list(none),
-            "marks": [(counts["gradient_steps"], none)] * fragments,
-            "scalars": {},
-            "spans": spans,
-            "measuring": counts["measuring"],
-            "costs": [{"sync_s": sync, "step_s": step} for sync, step in counts["costs"]],
-        },
-        **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
-        "scheduler": state["scheduler"],
-        "method": None,
-        "ledger": state["ledger"],
-        "rank": {
-            rank: {
-                "residues": own["residues"],
-                "pending": None if own["flight"] is None else _flight(own["flight"], none),
-            }
-            for rank, own in state["own"].items()
-        },
-    }
-
-
-def _flight(flight: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
-    """A sync that was under way; its text names the round and the clock it was sent at."""
-    found = re.search(r"round (\d+) \(clock (\d+)\)", flight["where"])
-    round, clock = (int(n) for n in found.groups()) if found else (0, flight["due"])
-    return {
-        "at": (flight["fragment"], clock, round, flight["due"], 0, rate_sums, 0.0),
-        "finite": flight["finite"],
-        "parts": [("model", "mean", True)],
-        "messages": [
-            {
-                "values": flight["values"],
-                "sent": flight["sent"],
-                "gather": False,
-                "rows": None,
-                "left": flight["left"],
-            }
-        ],
-        "scalars": [],
-        "tail": flight["extras"],
-        "distance": flight["distance"],
-        "sent": 0,
-        "arrived": flight["arrived"],
-        "parked": False,
-        "local_when_sent": flight["departure"],
-    }

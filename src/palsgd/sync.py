@@ -277,7 +277,8 @@ class Syncer:
             scalars[_WEIGHT] = payload.weight
         if scalars:
             pending.scalars = list(scalars)
-            sections.append(like.new_tensor([float(v) * report.finite for v in scalars.values()]))
+            kept = [float(v) if report.finite else 0.0 for v in scalars.values()]  # nan * 0 is nan
+            sections.append(like.new_tensor(kept))
         return torch.cat(sections) if len(sections) > 1 else sections[0]
 
     def _ends_round(self, at: Moment) -> bool:

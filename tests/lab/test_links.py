@@ -457,9 +457,10 @@ def test_bad_input_gets_one_line_and_exit_code_2(words, line, tmp_path):
 
 
 def test_the_first_gradient_which_ledgers_do_not_time_counts_as_computing():
-    run = dict(wall_s=10.0, steps=8, gradient_steps=5.0, syncs=2.0, messages=2.0, bytes_sent=4e6,
-               bytes_on_the_wire=4e6, kernel_bytes=4e6, gradient_s=4.0, mixing_s=1.0,
-               compute_s=1.5)  # fmt: skip
+    run = dict(
+        wall_s=10.0, steps=8, gradient_steps=5.0, syncs=2.0, messages=2.0, bytes_sent=4e6,
+        bytes_on_the_wire=4e6, kernel_bytes=4e6, gradient_s=4.0, mixing_s=1.0, compute_s=1.5,
+    )  # fmt: skip
     links = [Link("8mbit")] * 2
     local = bench_link.figures("palsgd", run, links)
     assert local["exchange_s"] == pytest.approx((10 - 5 * 1.0 - 1) / 2)

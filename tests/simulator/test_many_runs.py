@@ -59,11 +59,13 @@ def test_each_run_of_a_grid_equals_the_same_run_alone(model):
 
 def test_a_grid_shares_one_program(monkeypatch):
     calls = []
-    from palsgd.simulator.lanes import Lanes
+    from palsgd.simulator.stack import StackedWorkers
 
-    original = Lanes.gradients
+    original = StackedWorkers.gradients
     monkeypatch.setattr(
-        Lanes, "gradients", lambda self, who, b: calls.append(len(who)) or original(self, who, b)
+        StackedWorkers,
+        "gradients",
+        lambda self, who, b: calls.append(len(who)) or original(self, who, b),
     )
     palsgd.simulate_many([{"seed": s} for s in range(4)], **COMMON, vectorize=True)
     assert calls[0] == 12  # the trial

@@ -1,4 +1,4 @@
-"""The rules of the family in plain NumPy, written down from the papers, one worker after another."""
+"""The rules of the family in plain NumPy, written down from the papers, worker by worker."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ class LocalSGD:
     """
 
     def __init__(
-        self, x0, gradient, *, workers, H, lr, inner=sgd(), outer=None, plan=None, p=0.0, eta=0.0,
+        self, x0, gradient, *, workers, H, lr, inner, outer=None, plan=None, p=0.0, eta=0.0,
         parts=None,
     ):  # fmt: skip
         self.x, self.local = x0.copy(), [x0.copy() for _ in range(workers)]

@@ -1,9 +1,8 @@
 """The exact engine: the optimizers' own code, workers advanced one after another."""
 
-import copy
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ from palsgd.events import Averaged, Synced
 from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, check_loss, moved
-from palsgd.simulator.record import Recorder
+from palsgd.simulator.global_model import GlobalModel, global_part
+from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.requests import Finish, Request, Start
@@ -87,6 +87,7 @@ class SimulatedWorker:
         self.model = model
         self.losses: list[Tensor] = []  # since the last exchange
         self.metrics: list[Any] = []
+        self.part: list[Tensor] | None = None  # of the global model, at the last exchange
         self.notes: list[Note] = []  # one per exchange
         self._worker, self._loss, self._batches = transport.worker, loss, batches
         self._rng = rng
@@ -138,8 +139,10 @@ def run_exact(
         )
         for k, model in enumerate(models)
     ]
+    first = crew[0].opt
+    shown = GlobalModel(first) if first.method.overrides("global_model") else None
     for worker in crew:
-        note = partial(_note, recorder, crew, worker)
+        note = partial(_note, recorder, crew, worker, shown)
         worker.opt.on(Averaged, note)
         worker.opt.on(Synced, note)
     recorder.begin(steps)
@@ -149,7 +152,7 @@ def run_exact(
         requests = [worker.advance(steps, sent) for worker in crew]
     recorder.end()
     return Result(
-        model=_global_model(crew[0].opt),
+        model=_global_model(crew, shown),
         engine="exact",
         history=recorder.history,
         ledgers=[worker.opt.ledger for worker in crew],
@@ -157,25 +160,19 @@ def run_exact(
     )
 
 
-def _global_model(opt: LocalOptimizer) -> nn.Module:
-    """A worker's model holds the global one when training ends, unless its method lets workers keep
-    models of their own; then a copy of it does."""
-    if not opt.method.overrides("restart"):
-        return opt.model
-    with opt.anchor_weights() as shown:
-        return copy.deepcopy(shown)
-
-
 def _note(
     recorder: Recorder,
     crew: list[SimulatedWorker],
     worker: SimulatedWorker,
+    shown: GlobalModel | None,
     event: Averaged | Synced,
 ) -> None:
     """One worker is through an exchange; with the last one, the exchange is history."""
     if isinstance(event, Synced) and not event.completes:
         return
-    if worker is crew[0]:  # the model that is returned is the model that is evaluated
+    if shown is not None:
+        _evaluate_together(recorder, crew, worker, shown)
+    elif worker is crew[0]:
         worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
     loss, ledger = _mean_loss(worker), worker.opt.ledger
     worker.notes.append(Note(loss, ledger.distance, replace(ledger, history=[])))
@@ -189,6 +186,33 @@ def _note(
             ledger=notes[0].ledger,
             metric=crew[0].metrics.pop(0),
         )
+
+
+def _evaluate_together(
+    recorder: Recorder, crew: list[SimulatedWorker], worker: SimulatedWorker, shown: GlobalModel
+) -> None:
+    """The global model is a mean over the workers, the first of which are steps further when the
+    last is through an exchange: each keeps its part of it as it is now."""
+    clock = worker.opt.clock
+    if recorder.wants_metric(clock):
+        worker.part = global_part(worker.opt)
+        if worker is crew[0]:
+            shown.set_buffers(worker.opt)
+    if worker is crew[-1]:
+        if recorder.wants_metric(clock):
+            shown.set_weights(crew[0].opt, [each.part for each in crew])
+        crew[0].metrics.append(recorder.metric(clock, lambda: nullcontext(shown.model)))
+
+
+def _global_model(crew: list[SimulatedWorker], shown: GlobalModel | None) -> nn.Module:
+    """The first worker's model, unless its method leaves it elsewhere than at the global one."""
+    first = crew[0].opt
+    if shown is None and not first.method.overrides("restart"):
+        return crew[0].model
+    shown = shown or GlobalModel(first)
+    shown.set_weights(first, [global_part(worker.opt) for worker in crew])
+    shown.set_buffers(first)
+    return shown.model
 
 
 def _mean_loss(worker: SimulatedWorker) -> float:

@@ -17,10 +17,11 @@ from palsgd.errors import NonFiniteError
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, DryError
 from palsgd.simulator.exact import Randomness, own_randomness, run_exact, seeded
-from palsgd.simulator.program import CannotVectorizeError, has_hooks
-from palsgd.simulator.record import Evaluate, Every, Recorder
+from palsgd.simulator.history import Evaluate, Every, Recorder
 from palsgd.simulator.result import Result
-from palsgd.simulator.vectorized import Run, Vectorized, alike, run_vectorized
+from palsgd.simulator.run import Run
+from palsgd.simulator.stacking_checks import CannotVectorizeError, has_hooks
+from palsgd.simulator.vectorized import Vectorized, alike, run_vectorized
 
 log = logging.getLogger("palsgd")
 

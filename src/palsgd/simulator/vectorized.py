@@ -1,211 +1,125 @@
 """The vectorized engine: the workers of one run, or of many, as one stacked program.
 
-Within a round workers need each other for nothing, so they need not share a clock: the j-th
-gradients of the round are computed for all workers at once, whatever steps they belong to, and
-mixing steps cost no gradient. With balanced draws all have equally many; otherwise the workers
-that have fewer sit out the last ones.
+Between two exchanges workers need each other for nothing, so they need not share a clock: the j-th
+gradients of such a stretch are computed for all workers at once, whatever steps they belong to, and
+steps without data cost no gradient. With balanced draws all have equally many; otherwise the
+workers that have fewer sit out the last ones.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from palsgd.buffers import persistent_buffers
 from palsgd.errors import NonFiniteError
-from palsgd.guard import check_finite
-from palsgd.ledger import Ledger
-from palsgd.method import Method
-from palsgd.methods.palsgd import PALSGDMethod, collapsed
-from palsgd.optimizer import LocalOptimizer
-from palsgd.simulator.batches import Batches, DryError
-from palsgd.simulator.exact import built, check_losses
-from palsgd.simulator.lanes import Lanes
-from palsgd.simulator.program import (
-    CannotVectorizeError,
-    LossModule,
-    Turn,
-    check_plain,
-    fastest_convolutions,
-    turns_of,
-)
-from palsgd.simulator.record import Recorder, Watch
+from palsgd.schedule import Schedule
+from palsgd.simulator.exact import check_losses
+from palsgd.simulator.history import Watch
 from palsgd.simulator.result import Result
-from palsgd.simulator.stacked import stacked_optimizer
-from palsgd.transports.in_memory import SimulatedTransport
+from palsgd.simulator.run import Rules, Run
+from palsgd.simulator.stack import StackedWorkers
+from palsgd.simulator.stacked_optimizers import stacked_optimizer
+from palsgd.simulator.stacked_rules import StackedRules
+from palsgd.simulator.stacking_checks import (
+    CannotVectorizeError,
+    clipped,
+    fastest_convolutions,
+    writable,
+)
+from palsgd.simulator.stretch import GradientSlot, TickRates
+from palsgd.simulator.workerwise_rules import WorkerwiseRules
 
 log = logging.getLogger("palsgd")
 
+Losses = list[Tensor]  # of each worker, in their order
 
-class Run:
-    """One training: its method, clock, anchor, data and records. The workers' own tensors are
-    in the lanes."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], Tensor],
-        batches: list[Batches],
-        method: Callable[[nn.Module], LocalOptimizer],
-        recorder: Recorder,
-    ):
-        self.model, self.batches, self.recorder = model, batches, recorder
-        self.workers = len(batches)
-        self.opt = built(method, model, SimulatedTransport(0, self.workers, []))
-        self.core, self.method = self.opt._core, self.opt.method
-        self.module = LossModule(model, loss)
-        self.ledgers = [Ledger() for _ in batches]
-        self.rounds = 0
-        self.error: Exception | None = None  # set when it ends early; the others go on
-        self._last: list[Any] = [None] * self.workers
-        self.fixed = self._settings_but_lr()
-        self._check()
-        named: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        self.names = [named[p] for p in self.core.replica.params]
-        kept = {getattr(module, name) for module, name in persistent_buffers(model)}
-        self.buffers = {name: b for name, b in self.module.named_buffers() if b in kept}
+class Member(NamedTuple):
+    """A run of the program: its number, and that of its first worker in the stack."""
 
-    def _check(self) -> None:
-        if type(self.method) not in (Method, PALSGDMethod):
-            raise CannotVectorizeError(f"{type(self.method).__name__} has rules of its own")
-        check_plain(self.model, self.opt)
-        if any(p.dtype != self.core.replica.dtype for p in self.core.replica.params):
-            raise CannotVectorizeError("the model is of lower precision than its anchor")
+    run: Run
+    number: int
 
-    def batch(self, worker: int) -> Any:
-        """The next batch of a worker; once the run has ended, something of the same shape."""
-        if self.error is None or self._last[worker] is None:
-            try:
-                self._last[worker] = self.batches[worker].next()
-            except DryError as dry:
-                self.error = dry
-                if self._last[worker] is None:
-                    raise
-        return self._last[worker]
+    @property
+    def first(self) -> int:
+        return self.number * self.run.workers
 
-    def _settings_but_lr(self) -> list[dict[str, Any]]:
-        free = {"params", "lr", "initial_lr"}
-        return [
-            {k: v for k, v in group.items() if k not in free}
-            for group in self.opt.inner.param_groups
-        ]
+    @property
+    def rules(self) -> Rules:
+        assert self.run.rules is not None
+        return self.run.rules
 
-    def group_of(self) -> list[int]:
-        groups = self.core.replica.groups
-        return [
-            next(g for g, members in enumerate(groups) if i in members)
-            for i in range(len(self.core.replica.params))
-        ]
+    def slots(self, everyone: dict[int, GradientSlot]) -> dict[int, GradientSlot]:
+        """Those of this run, by the worker's number in it."""
+        stop = self.first + self.run.workers
+        return {k - self.first: s for k, s in everyone.items() if self.first <= k < stop}
 
-    def tick(self, clock: int) -> list[float]:
-        """The learning rates at this step of the clock, which then moves on."""
-        rates = self.core.replica.learning_rates()
-        self.core.clock = clock + 1  # schedules may look at it
-        if self.core.scheduler is not None:
-            self.core.scheduler.step()
-            if self._settings_but_lr() != self.fixed:
-                raise ValueError(
-                    "the schedule changes more than the learning rate, which stacked workers "
-                    "cannot follow; use vectorize=False"
-                )
-        return rates
-
-    def turns(self, round: int, start: int, length: int) -> list[list[Turn]]:
-        """The gradient steps of each worker in (this part of) a round."""
-        found = []
-        for k, ledger in enumerate(self.ledgers):
-            plan = self.method.plan(worker=k, round=round)[start : start + length]
-            ledger.mixing_steps += sum(plan)
-            found.append(turns_of(plan))
-        return found
-
-    def pull(self, worker: int, mixing: list[int], rates: list[list[float]]) -> tuple[float, ...]:
-        """The weight of these mixing steps in a row, for each parameter group."""
-        assert isinstance(self.method, PALSGDMethod)
-        betas = [self.method.betas(rates[tick]) for tick in mixing]
-        flat = [beta for step in betas for beta in step]
-        self.ledgers[worker].saw_betas(min(flat), max(flat))
-        return tuple(collapsed(group) for group in zip(*betas, strict=True))
-
-    def exchanged(self, elements: list[int]) -> None:
-        """Count one exchange of messages with so many elements each."""
-        for ledger in self.ledgers:
-            ledger.messages += len(elements)
-            if self.workers > 1:
-                ledger.bytes_sent += sum(elements) * self.core.replica.dtype.itemsize
-
-    def warmup_messages(self) -> list[int]:
-        return self._messages(len(self.core.replica.params))
-
-    def sync_messages(self) -> list[int]:
-        return self._messages(0)
-
-    def _messages(self, more: int) -> list[int]:
-        """Elements of each; the first carries the roll call, the buffers and `more`."""
-        size, width = self.core.replica.layout.size, self.core.bucket_size
-        buckets = [min(width, size - low) for low in range(0, max(1, size), width)]
-        extras = self.core.buffers.encoded_size if self.core.buffers.averaged else 0
-        buckets[0] += self.core.roll_call.size + extras + more
-        return buckets
+    def part(self, everyone: list[Any]) -> list[Any]:
+        """This run's part of what all workers of all runs have."""
+        return everyone[self.first : self.first + self.run.workers]
 
 
 class Vectorized:
     def __init__(self, runs: list[Run], compiled: bool | str):
         first = runs[0]
-        group_of = first.group_of()
-        inner, reason = stacked_optimizer(first.opt.inner, group_of)
+        inner, reason = stacked_optimizer(first.opt.inner, first.group_of)
         if inner is None:
             raise CannotVectorizeError(reason)
-        self.runs, self.workers, self.method = runs, first.workers, first.method
-        self.lanes = Lanes(
+        self.runs, self.workers = runs, first.workers
+        self.stack = StackedWorkers(
             module=first.module,
             names=first.names,
-            rows=[[p.detach() for p in run.core.replica.params] for run in runs],
+            rows=[[p.detach() for p in run.replica.params] for run in runs],
             buffers={name: [run.buffers[name] for run in runs] for name in first.buffers},
             workers=self.workers,
             inner=inner,
-            group_of=group_of,
+            group_of=first.group_of,
             compiled=compiled,
         )
         self.clock, self._open = 0, False
-        self._losses: list[tuple[list[int], Tensor]] = []  # whose and what, since the last exchange
+        self._max_norm = first.worker.inner.max_norm
+        self._losses: list[tuple[list[int], Tensor]] = []  # whose and what, since the last record
+
+    @property
+    def schedule(self) -> Schedule:
+        """Runs of one program have the same."""
+        return self.runs[0].schedule
 
     def try_gradient(self) -> None:
-        self.lanes.try_gradient([source.peek() for run in self.runs for source in run.batches])
+        self.stack.try_gradient([source.peek() for run in self.runs for source in run.batches])
 
     @torch.no_grad()
     def train(self, steps: int) -> None:
         """Until the clock shows `steps`, or no run is left."""
-        while self._goes_on(steps) and self.clock < self.method.warmup_steps:
-            self._warmup_step()
-        if self._goes_on(steps) and not self._open:
-            self._open_local_phase()
+        for run in self.runs:
+            run.end_at(steps)
         while self._goes_on(steps):
-            first = int(self.clock - self.method.warmup_steps) % self.method.sync_every
-            end = min(steps, self.clock - first + self.method.sync_every)
-            self._round(end)
-            self._sync()
+            if self.schedule.warms_up(self.clock):
+                self._warmup_step()
+            else:
+                self._open_local_phase()
+                self._stretch(self.schedule.next_due(self.clock))
+                self._exchange()
 
     def _goes_on(self, steps: int) -> bool:
         return self.clock < steps and any(run.error is None for run in self.runs)
 
+    def _members(self) -> Iterator[Member]:
+        """The runs that have not ended."""
+        for number, run in enumerate(self.runs):
+            if run.error is None:
+                yield Member(run, number)
+
     # -- steps -----------------------------------------------------------------------------------
 
     def _take_gradients(self, who: list[int]) -> list[Tensor]:
-        batches = []
-        for lane in who:
-            run, k = self._place(lane)
-            batches.append(run.batch(k))
-            run.ledgers[k].gradient_steps += 1
-        grads, losses = self.lanes.gradients(who, batches)
+        places = [divmod(worker, self.workers) for worker in who]
+        batches = [self.runs[run].batch(k) for run, k in places]
+        grads, losses = self.stack.gradients(who, batches)
         self._losses.append((who, losses))
-        return grads
-
-    def _place(self, lane: int) -> tuple[Run, int]:
-        return self.runs[lane // self.workers], lane % self.workers
+        return grads if self._max_norm is None else clipped(grads, self._max_norm)
 
     def _tick(self) -> list[list[float]]:
         """The learning rates of each run at this step of the clock, which then moves on."""
@@ -215,196 +129,154 @@ class Vectorized:
 
     def _warmup_step(self) -> None:
         rates = self._tick()
-        grads = self._take_gradients(list(range(self.lanes.count)))
-        self.lanes.update(
-            list(range(len(self.runs))),
-            grads,
-            [list(group) for group in zip(*rates, strict=True)],
-            self.runs[0].core.max_norm,
-        )
+        grads = self._take_gradients(list(range(self.stack.count)))
+        columns = [list(group) for group in zip(*rates, strict=True)]
+        self.stack.step(list(range(len(self.runs))), grads, columns)
         losses = self._losses_so_far()
-        for run, lanes, mine in self._each_run(losses):
-            if run.core.buffers.averaged:
-                self._average_buffers(lanes, lanes)
-            for ledger in run.ledgers:
-                ledger.warmup_steps += 1
-                ledger.syncs += 1
-            run.exchanged(run.warmup_messages())
-            self._record(run, mine, [0.0] * self.workers)
+        for member in self._members():
+            if member.run.opt.config["buffers"] == "average":
+                self._average_buffers(member)
+            member.run.warmed_up(self.clock)
+            self._record(member, losses, [0.0] * self.workers)
+
+    def _average_buffers(self, member: Member) -> None:
+        """Floats by their mean, integers by worker 0's."""
+        rows = slice(member.first, member.first + self.workers)
+        for buffer in self.stack.buffers.values():
+            own = buffer[rows]
+            own.copy_(own.mean(dim=0) if own.is_floating_point() else own[0].clone())
 
     def _open_local_phase(self) -> None:
+        """From here on each worker has a model of its own."""
+        if self._open:
+            return
         self._open = True
-        self.lanes.split()
-        for run, lanes, _ in self._each_run():
-            for view, x in zip(run.core.anchor.views, self.lanes.params, strict=True):
-                view.copy_(x[lanes[0]])
-            run.exchanged([run.core.roll_call.size])
+        self.stack.split()
+        for member in self._members():
+            kind = WorkerwiseRules if member.run.apart else StackedRules
+            member.run.rules = kind(member.run, self.stack, member.first)
+            member.rules.open_local_phase()
 
-    def _round(self, end: int) -> None:
-        done = int(self.clock - self.method.warmup_steps)
-        round, start = divmod(done, self.method.sync_every)
-        length = end - self.clock
-        rates = [self._tick() for _ in range(length)]
-        turns = [each for run in self.runs for each in run.turns(round, start, length)]
-        for j in range(max(len(found) for found in turns)):
-            who = [lane for lane, found in enumerate(turns) if j < len(found)]
-            grads = self._take_gradients(who)
-            now = [self._lane_rates(lane, rates[turns[lane][j].tick]) for lane in who]
-            columns = [list(group) for group in zip(*now, strict=True)]
-            self.lanes.update(who, grads, columns, self.runs[0].core.max_norm)
-            self._mix({lane: turns[lane][j].mixing for lane in who}, rates)
+    def _stretch(self, end: int) -> None:
+        """All steps up to an exchange."""
+        start = self.clock
+        stretches = [each for run in self.runs for each in run.stretches(start, end)]
+        rates = self._rates_until(end)
+        for member in self._members():
+            member.rules.run_head(start, member.part(stretches), rates[member.number])
+        for j in range(max(len(stretch.slots) for stretch in stretches)):
+            slots = {k: s.slots[j] for k, s in enumerate(stretches) if j < len(s.slots)}
+            self._gradient_step(start, slots, rates)
+        for member in self._members():
+            member.rules.passed(end, member.part(stretches), rates[member.number])
 
-    def _lane_rates(self, lane: int, rates: list[list[float]]) -> list[float]:
-        run = lane // self.workers
-        return [rate / self.runs[run].method.gradient_share for rate in rates[run]]
+    def _rates_until(self, end: int) -> list[TickRates]:
+        """The learning rates of each run at each step up to a clock, which is then reached. Steps
+        with equal rates share one list, so that they are quickly seen to be equal."""
+        found: list[TickRates] = [[] for _ in self.runs]
+        while self.clock < end:
+            for kept, now in zip(found, self._tick(), strict=True):
+                kept.append(kept[-1] if kept and kept[-1] == now else now)
+        return found
 
-    def _mix(self, ticks: dict[int, list[int]], rates: list[list[list[float]]]) -> None:
-        """Pull the lanes that mix now, those of equal weight together."""
-        by_weight: dict[tuple[float, ...], list[int]] = {}
-        for lane, mixing in ticks.items():
-            if mixing:
-                run, k = self._place(lane)
-                own = [each[lane // self.workers] for each in rates]
-                by_weight.setdefault(run.pull(k, mixing, own), []).append(lane)
-        for weights, who in by_weight.items():
-            for group, weight in enumerate(weights):
-                members = self.runs[0].core.replica.groups[group]
-                local = [self.lanes.params[i][lane] for i in members for lane in who]
-                anchors = [self._place(lane)[0].core.anchor.views for lane in who]
-                torch._foreach_lerp_(
-                    local, [views[i] for i in members for views in anchors], weight
-                )
+    def _gradient_step(
+        self, start: int, slots: dict[int, GradientSlot], rates: list[TickRates]
+    ) -> None:
+        """One gradient of each worker that has another one, and what follows it."""
+        who = list(slots)
+        grads = self._take_gradients(who)
+        own = [(member, member.slots(slots)) for member in self._members()]
+        own = [(member, found) for member, found in own if found]
+        self._before_gradient(start, own, who, grads)
+        self.stack.step(who, grads, self._columns(slots, rates))
+        for member, found in own:
+            if member.run.method.overrides("after_gradient"):
+                member.rules.after_gradient(start, found, rates[member.number])
 
-    # -- syncs -----------------------------------------------------------------------------------
+    def _before_gradient(
+        self,
+        start: int,
+        own: list[tuple[Member, dict[int, GradientSlot]]],
+        who: list[int],
+        grads: list[Tensor],
+    ) -> None:
+        for member, found in own:
+            if member.run.method.overrides("before_gradient"):
+                grads[:] = [writable(g) for g in grads]
+                low = who.index(member.first + next(iter(found)))
+                rows = [g[low : low + len(found)] for g in grads]
+                member.rules.before_gradient(start, found, rows)
 
-    def _sync(self) -> None:
-        distances = self._distances()
-        losses = self._losses_so_far()
-        for run, lanes, mine in self._each_run(losses):
-            distance = [distances[lane] for lane in lanes]
+    def _columns(self, slots: dict[int, GradientSlot], rates: list[TickRates]) -> list[list[float]]:
+        """For each parameter group, the divided learning rates of the workers."""
+        shares = [run.method.gradient_share for run in self.runs]
+        now = []
+        for worker, slot in slots.items():
+            run = worker // self.workers
+            now.append([rate / shares[run] for rate in rates[run][slot.tick]])
+        return [list(group) for group in zip(*now, strict=True)]
+
+    # -- exchanges -------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """What is due at this point of the clock."""
+        losses = self._losses_so_far() if self.schedule.changes_model(self.clock) else []
+        for member in self._members():
+            run = member.run
             try:
-                who = self._contributors(run, lanes, mine, distance)
-            except NonFiniteError as error:  # its lanes go on, unseen: they touch no others
-                run.error = run.error or error
+                changed = member.rules.run_due()
+            except NonFiniteError as error:  # its workers go on, unseen: they touch no others
+                run.error = self._loss_error(member, losses) or error
                 continue
-            self._global_step(run, lanes, who)
-            if run.core.buffers.averaged:
-                self._average_buffers(lanes, who)
-            run.rounds += 1
-            for k, ledger in enumerate(run.ledgers):
-                ledger.syncs += 1
-                ledger.distance = distance[k]
-            run.exchanged(run.sync_messages())
-            self._record(run, mine, distance)
-
-    def _distances(self) -> list[float]:
-        """Of each lane to its anchor, in one transfer from the device."""
-        lanes = self.lanes
-        squares = torch.zeros(lanes.count, dtype=torch.float64, device=lanes.device)
-        for run, own, _ in self._each_run():
-            part = slice(own[0], own[-1] + 1)
-            for x, a in zip(lanes.params, run.core.anchor.views, strict=True):
-                if x.numel():
-                    away = (a - x[part]).reshape(len(own), -1)
-                    squares[part] += torch.linalg.vector_norm(away, dim=1).double().square()
-        return squares.sqrt().tolist()
-
-    def _global_step(self, run: Run, lanes: list[int], who: list[int]) -> None:
-        part = slice(lanes[0], lanes[-1] + 1)
-        for param, x in zip(run.core.anchor.params, self.lanes.params, strict=True):
-            param.grad = (param - (x[part] if who == lanes else x[who])).mean(dim=0)
-        run.method.global_rule(run.core.outer)
-        for param, x in zip(run.core.anchor.params, self.lanes.params, strict=True):
-            param.grad = None
-            x[part] = param
-
-    def _contributors(
-        self, run: Run, lanes: list[int], losses: list[Tensor], distance: list[float]
-    ) -> list[int]:
-        """The lanes of a run whose values are finite; an error where that is not all of them,
-        unless the method leaves such workers out."""
-        finite = torch.tensor(distance).isfinite().tolist()
-        if run.core.buffers.averaged:
-            for buffer in self.lanes.buffers.values():
-                sound = buffer[lanes].reshape(self.workers, -1).isfinite().all(dim=1).tolist()
-                finite = [a and b for a, b in zip(finite, sound, strict=True)]
-        if not all(finite):
-            if not run.core.skip_nonfinite:
-                self._check(run, losses)
-            lines = [Attendance(0, ok, 0.0) for ok in finite]
-            where = f"the sync of round {run.rounds} (clock {self.clock})"
-            check_finite(lines, where, run.core.skip_nonfinite)
-            for lane, ok in zip(lanes, finite, strict=True):
-                if not ok:
-                    self.lanes.forget_nonfinite(lane)
-        return [lane for lane, ok in zip(lanes, finite, strict=True) if ok]
-
-    def _average_buffers(self, lanes: list[int], who: list[int]) -> None:
-        """Floats by their mean over `who`, integers by worker 0's."""
-        for buffer in self.lanes.buffers.values():
-            floating = buffer.is_floating_point()
-            buffer[lanes] = buffer[who].mean(dim=0) if floating else buffer[lanes[0]].clone()
+            if changed:
+                self._record(member, losses, [ledger.distance for ledger in run.ledgers])
 
     # -- bookkeeping -----------------------------------------------------------------------------
 
-    def _each_run(
-        self, losses: list[Tensor] | None = None
-    ) -> list[tuple[Run, list[int], list[Tensor]]]:
-        """Runs with their lanes, and those lanes' part of `losses`."""
-        found = []
-        for r, run in enumerate(self.runs):
-            lanes = list(range(r * self.workers, (r + 1) * self.workers))
-            found.append((run, lanes, losses[lanes[0] : lanes[-1] + 1] if losses else []))
-        return found
-
-    def _losses_so_far(self) -> list[Tensor]:
-        """Of each lane since the last exchange, in one transfer from the device."""
+    def _losses_so_far(self) -> Losses:
+        """Of each worker since the last record, in one transfer from the device."""
         taken, self._losses = self._losses, []
         if not taken:
-            return [torch.zeros(0)] * self.lanes.count
+            return [torch.zeros(0)] * self.stack.count
         flat = torch.cat([losses for _, losses in taken]).double().cpu()
-        owner = torch.tensor([lane for who, _ in taken for lane in who])
+        owner = torch.tensor([worker for who, _ in taken for worker in who])
         order = owner.argsort(stable=True)
-        counts = owner.bincount(minlength=self.lanes.count).tolist()
+        counts = owner.bincount(minlength=self.stack.count).tolist()
         return list(flat[order].split(counts))
 
-    def _check(self, run: Run, losses: list[Tensor]) -> None:
-        totals = [ledger.gradient_steps for ledger in run.ledgers]
-        check_losses(losses, totals, list(range(self.workers)))
+    def _loss_error(self, member: Member, losses: Losses) -> NonFiniteError | None:
+        """Names the first loss that is not finite, unless such workers are left out."""
+        if member.run.skips_nonfinite:
+            return None
+        totals = [ledger.gradient_steps for ledger in member.run.ledgers]
+        try:
+            check_losses(member.part(losses), totals, list(range(self.workers)))
+        except NonFiniteError as error:
+            return error
+        return None
 
-    def _record(self, run: Run, losses: list[Tensor], distance: list[float]) -> None:
-        if not run.core.skip_nonfinite:
-            try:
-                self._check(run, losses)
-            except NonFiniteError as error:
-                run.error = run.error or error
-        if run.error is not None:
-            return
-        run.recorder.add(
-            clock=self.clock,
-            round=run.rounds,
-            losses=[float(found.mean()) for found in losses],
-            distance=distance,
-            ledger=run.ledgers[0],
-            metric=run.recorder.metric(self.clock, lambda: self.show(run)),
-        )
+    def _record(self, member: Member, losses: Losses, distance: list[float]) -> None:
+        run = member.run
+        run.error = self._loss_error(member, losses)
+        if run.error is None:
+            run.recorder.add(
+                clock=self.clock,
+                round=run.rounds,
+                losses=[float(found.mean()) for found in member.part(losses)],
+                distance=distance,
+                ledger=run.ledgers[0],
+                metric=run.recorder.metric(self.clock, lambda: run.show(self.stack, member.first)),
+            )
 
-    def show(self, run: Run) -> Any:
-        """The model of a run with worker 0's weights and buffers, which right after a sync are
-        the global ones."""
-        lane = self.runs.index(run) * self.workers
-        row = lane // self.workers if self.lanes.shared else lane
-        with torch.no_grad():
-            for param, x in zip(run.core.replica.params, self.lanes.params, strict=True):
-                param.copy_(x[row])
-            for name, buffer in run.buffers.items():
-                buffer.copy_(self.lanes.buffers[name][lane])
-        return nullcontext(run.model)
+    def show_all(self) -> None:
+        """Every run's model becomes its global model."""
+        for number, run in enumerate(self.runs):
+            run.show(self.stack, number * self.workers)
 
 
 def alike(runs: list[Run]) -> list[list[Run]]:
     """Runs that fit into one program each: shapes, rounds and inner optimizers must be equal;
-    learning rates, p, eta, seeds and outer optimizers are each run's own."""
+    methods, learning rates, seeds and outer optimizers are each run's own."""
     groups: list[list[Run]] = []
     for run in runs:
         mates = next((group for group in groups if not _difference(group[0], run)), None)
@@ -427,6 +299,8 @@ def _difference(first: Run, other: Run) -> str:
     for name in mine:
         if mine[name] != theirs[name]:
             return f"{name} ({mine[name]} and {theirs[name]})"
+    if first.method.varies_length or other.method.varies_length:
+        return "the lengths of their rounds, which are found while they train"
     for name, x in _constants(first).items():
         if not torch.equal(x, _constants(other)[name]):
             return f"{name}, which is not trained"
@@ -434,18 +308,19 @@ def _difference(first: Run, other: Run) -> str:
 
 
 def _shape_of(run: Run) -> dict[str, Any]:
-    core, inner = run.core, run.opt.inner
+    params = zip(run.names, run.replica.params, strict=True)
     return {
         "workers": run.workers,
-        "sync_every": run.method.sync_every,
-        "warmup_steps": run.method.warmup_steps,
-        "max_norm": core.max_norm,
-        "inner optimizer": type(inner).__name__,
+        "sync_every": run.opt.sync_every,
+        "warmup_steps": run.schedule.warmup,
+        "fragments": run.schedule.fragments,
+        "delay": run.schedule.spans[-1].delay,
+        "max_norm": run.worker.inner.max_norm,
+        "inner optimizer": type(run.opt.inner).__name__,
         "inner settings": run.fixed,
-        "parameter groups": core.replica.groups,
-        "parameters": [
-            (name, tuple(p.shape)) for name, p in zip(run.names, core.replica.params, strict=True)
-        ],
+        "parameter groups": run.replica.groups,
+        "parameters": [(name, tuple(p.shape), str(p.dtype)) for name, p in params],
+        "buffers": [(name, tuple(b.shape)) for name, b in run.buffers.items()],
     }
 
 
@@ -463,7 +338,7 @@ def run_vectorized(engine: Vectorized, steps: int) -> list[Result]:
         engine.train(steps)
     for run in engine.runs:
         run.recorder.end()
-        engine.show(run)
+    engine.show_all()
     return [
         Result(
             model=run.model,

@@ -1,9 +1,10 @@
 """The tensors of many workers, stacked along a first axis, and the programs that run on them.
 
-A lane is one worker of one run. As long as all workers of a run are equal (warm-up, DDP) a run has
-a single row of weights and inner state, which its workers share; from `split` on, each lane has
-its own. Gradients are those of the summed losses: lanes do not meet in a loss, so each row gets
-just its own gradient, and a shared row the sum over its workers.
+Workers are numbered over all runs: worker k of run r is number r K + k. As long as all workers of a
+run are equal (warm-up, DDP) a run has a single row of weights and inner state, which its workers
+share; from `split` on, each worker has its own. Gradients are those of the summed losses: workers
+do not meet in a loss, so each row gets just its own gradient, and a shared row the sum over its
+workers.
 """
 
 import copy
@@ -20,23 +21,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from palsgd.simulator.batches import moved
-from palsgd.simulator.program import (
+from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD, Step
+from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
     UnequalBatchesError,
     as_it_is,
-    clipped,
     first_line,
     plain_attributes,
     stacked_batch,
 )
-from palsgd.simulator.stacked import StackedAdam, StackedSGD, Step
 
 log = logging.getLogger("palsgd")
 
-Gradients = tuple[list[Tensor], Tensor]  # one per parameter, and the losses of the lanes
+Gradients = tuple[list[Tensor], Tensor]  # one per parameter, and the losses of the workers
 
 
-class Lanes:
+class StackedWorkers:
     def __init__(
         self,
         module: nn.Module,
@@ -75,7 +75,7 @@ class Lanes:
         return self.params[0].device
 
     def split(self) -> None:
-        """From here on each lane has weights and inner state of its own."""
+        """From here on each worker has weights and inner state of its own."""
         if self.shared:
             self.params = [x.repeat_interleave(self.workers, dim=0) for x in self.params]
             self.state = [
@@ -83,7 +83,7 @@ class Lanes:
             ]
 
     def compile(self, compiled: bool | str) -> None:
-        """Only programs that always run on all lanes are compiled: a set of lanes of another
+        """Only programs that always run on all workers are compiled: a set of another
         size would be another program. A string is torch.compile's mode."""
         self.compiled = bool(compiled)
         mode = compiled if isinstance(compiled, str) else None
@@ -106,8 +106,8 @@ class Lanes:
     # -- gradients -------------------------------------------------------------------------------
 
     def gradients(self, who: list[int], batches: list[Any]) -> Gradients:
-        """One row per lane in `who`; of shared rows (then `who` is everyone) the mean over the
-        workers of each run. The losses are those of the lanes."""
+        """One row per worker in `who`; of shared rows (then `who` is everyone) the mean over the
+        workers of each run. The losses are those of the workers."""
         try:
             batch = moved(stacked_batch(batches), self.device)
         except UnequalBatchesError:  # the last ones of an epoch, say: one worker after another
@@ -125,16 +125,16 @@ class Lanes:
             self.buffers[name][who] = part
         return found
 
-    def one_gradient(self, lane: int, batch: Any) -> Gradients:
-        row = lane // self.workers if self.shared else lane
+    def one_gradient(self, worker: int, batch: Any) -> Gradients:
+        row = worker // self.workers if self.shared else worker
         params = [x[row : row + 1] for x in self.params]
-        held = {name: b[lane : lane + 1] for name, b in self.buffers.items()}
+        held = {name: b[worker : worker + 1] for name, b in self.buffers.items()}
         return self._differentiate(
             self._some, params, held, moved(stacked_batch([batch]), self.device)
         )
 
     def _one_by_one(self, who: list[int], batches: list[Any]) -> Gradients:
-        found = [self.one_gradient(lane, batch) for lane, batch in zip(who, batches, strict=True)]
+        found = [self.one_gradient(k, batch) for k, batch in zip(who, batches, strict=True)]
         grads = [torch.cat(parts) for parts in zip(*(g for g, _ in found), strict=True)]
         if self.shared:
             grads = [g.unflatten(0, (self.runs, self.workers)).mean(dim=1) for g in grads]
@@ -215,7 +215,7 @@ class Lanes:
         return [found[name] for name in self._names], dict(module.named_buffers())  # type: ignore[misc]
 
     def _check_unchanged(self, pristine: nn.Module, constant: dict[str, Tensor]) -> None:
-        """Refuse a forward pass that changes what all lanes share."""
+        """Refuse a forward pass that changes what all workers share."""
         before, after = plain_attributes(pristine), plain_attributes(self._module)
         changed = [name for name in before if before[name] != after.get(name)]
         changed += [n for n, x in constant.items() if not torch.equal(x, self._constant[n])]
@@ -224,28 +224,21 @@ class Lanes:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def update(
-        self,
-        who: list[int],
-        grads: list[Tensor],
-        rates: list[list[float]],
-        max_norm: float | None,
-    ) -> None:
+    def step(self, who: list[int], grads: list[Tensor], rates: list[list[float]]) -> None:
         """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
-        if max_norm is not None:
-            grads = clipped(grads, max_norm)
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
             self._step(self.params, grads, columns, self.state)
             return
-        params = [x[who] for x in self.params]
-        state = [[s[who] for s in kept] for kept in self.state]
+        index = torch.tensor(who, device=self.device)
+        params = [x.index_select(0, index) for x in self.params]
+        state = [[s.index_select(0, index) for s in kept] for kept in self.state]
         self._inner.step(params, grads, columns, state)
         for x, part in zip(self.params, params, strict=True):
-            x[who] = part
+            x.index_copy_(0, index, part)
         for kept, parts in zip(self.state, state, strict=True):
             for s, part in zip(kept, parts, strict=True):
-                s[who] = part
+                s.index_copy_(0, index, part)
 
     def _column(self, rates: list[float]) -> Tensor:
         """Learning rates on the device; most rounds use the same few again and again."""
@@ -256,12 +249,22 @@ class Lanes:
             self._columns[key] = torch.tensor(rates, dtype=torch.float64, device=self.device)
         return self._columns[key]
 
-    def forget_nonfinite(self, lane: int) -> None:
+    def forget_nonfinite(self, worker: int) -> None:
         """A parameter's state starts anew where it holds inf or nan."""
         for kept in self.state:
-            if not all(bool(s[lane].isfinite().all()) for s in kept):
+            if not all(bool(s[worker].isfinite().all()) for s in kept):
                 for s in kept:
-                    s[lane] = 0
+                    s[worker] = 0
+
+    def has_state(self, name: str) -> bool:
+        """Has the inner optimizer a tensor of that name for every parameter?"""
+        place = self._inner.place_of(name)
+        return place is not None and all(len(kept) > place for kept in self.state)
+
+    def state_named(self, name: str) -> list[Tensor]:
+        place = self._inner.place_of(name)
+        assert place is not None
+        return [kept[place] for kept in self.state]
 
 
 def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

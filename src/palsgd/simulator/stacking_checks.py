@@ -1,12 +1,12 @@
-"""The pieces of a stacked program: plans as turns, losses as modules, batches as one."""
+"""What can be stacked, and how losses and batches are."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
 from palsgd.optimizer import LocalOptimizer
@@ -20,14 +20,6 @@ class UnequalBatchesError(RuntimeError):
     """The workers' batches differ in shape, so they cannot be stacked."""
 
 
-@dataclass
-class Turn:
-    """A worker's j-th gradient step of a round: its tick, and the mixing steps that follow."""
-
-    tick: int
-    mixing: list[int] = field(default_factory=list)
-
-
 class LossModule(nn.Module):
     """`loss(model, batch)` as a forward pass, so that functional_call can swap the weights in."""
 
@@ -39,14 +31,14 @@ class LossModule(nn.Module):
         return self._loss(self.model, batch)
 
 
-def check_plain(model: nn.Module, opt: LocalOptimizer) -> None:
+def check_stackable(model: nn.Module, opt: LocalOptimizer) -> None:
     """Refuse what the stacked program would pass over in silence."""
-    inner, scheduler = opt.inner, opt._core.scheduler
-    for name, plain in (("compress", None), ("delay", 0), ("fragments", 1)):
-        if opt.config[name] != plain:
-            raise CannotVectorizeError(f"{name}={opt.config[name]!r} is for the exact engine")
-    if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
-        raise CannotVectorizeError("the inner optimizer has step hooks")
+    inner, scheduler = opt.inner, opt._worker.inner.scheduler
+    for name, each in (("the optimizer", opt), ("the inner optimizer", inner)):
+        if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
+            raise CannotVectorizeError(f"{name} has step hooks")
+    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise CannotVectorizeError("torch has step hooks for all optimizers")
     if any(has_hooks(p) for p in model.parameters()):
         raise CannotVectorizeError("parameters have hooks")
     if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):
@@ -59,24 +51,18 @@ def has_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
-def turns_of(plan: list[bool]) -> list[Turn]:
-    """The gradient steps of a plan, each with the mixing steps that follow it. Those at its head
-    follow none: local model and anchor are equal then, and nothing moves."""
-    turns: list[Turn] = []
-    for tick, mixes in enumerate(plan):
-        if not mixes:
-            turns.append(Turn(tick))
-        elif turns:
-            turns[-1].mixing.append(tick)
-    return turns
-
-
 def clipped(grads: list[Tensor], max_norm: float) -> list[Tensor]:
     """As torch.nn.utils.clip_grad_norm_, each worker by its own norm. Not in place: a gradient may
     be an expanded tensor."""
     norms = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
     scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     return [g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1)) for g in grads]
+
+
+def writable(gradient: Tensor) -> Tensor:
+    """A gradient that rules may change: an expanded one is copied."""
+    sizes = zip(gradient.shape, gradient.stride(), strict=True)
+    return gradient.clone() if any(n > 1 and not s for n, s in sizes) else gradient
 
 
 def first_line(error: Exception) -> str:

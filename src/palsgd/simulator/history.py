@@ -86,7 +86,7 @@ class Recorder:
 
     def metric(self, clock: int, show: Callable[[], AbstractContextManager[nn.Module]]) -> Any:
         """The metric of the global model, which `show` gives, where one is due."""
-        if self._evaluate is None or not (clock >= self._steps or self._is_due(clock)):
+        if self._evaluate is None or not self.wants_metric(clock):
             return None
         with self._watch.evaluating(), show() as model, torch.random.fork_rng():
             modes = [(module, module.training) for module in model.modules()]
@@ -94,6 +94,10 @@ class Recorder:
             for module, training in modes:  # an evaluation that calls eval() ends there
                 module.training = training
         return float(value) if isinstance(value, Tensor) else value
+
+    def wants_metric(self, clock: int) -> bool:
+        """Is the global model to be evaluated after the exchange at this clock?"""
+        return self._evaluate is not None and (clock >= self._steps or self._is_due(clock))
 
     def _is_due(self, clock: int) -> bool:
         if callable(self._every):

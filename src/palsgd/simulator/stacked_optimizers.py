@@ -20,6 +20,10 @@ class StackedSGD:
     def __init__(self, group_of: list[int], groups: list[dict[str, Any]]):
         self._group_of, self._groups = group_of, groups
 
+    def place_of(self, name: str) -> int | None:
+        """Where a parameter's state has the tensor that torch calls so; None: it has none."""
+        return 0 if name == "momentum_buffer" else None
+
     def new_state(self, param: Tensor, group: int) -> list[Tensor]:
         """The momentum and, where dampening matters, whether there is one yet: the first
         momentum is the gradient itself."""
@@ -54,6 +58,9 @@ class StackedAdam:
     def __init__(self, group_of: list[int], groups: list[dict[str, Any]], decoupled: bool):
         self._group_of, self._groups, self._decoupled = group_of, groups, decoupled
         self._betas = torch.tensor([groups[g]["betas"] for g in group_of], dtype=torch.float64)
+
+    def place_of(self, name: str) -> int | None:
+        return {"exp_avg": 0, "exp_avg_sq": 1}.get(name)
 
     def new_state(self, param: Tensor, group: int) -> list[Tensor]:
         self._betas = self._betas.to(param.device)
@@ -103,5 +110,7 @@ def stacked_optimizer(
 
 
 def column(values: Tensor, like: Tensor) -> Tensor:
-    """One value per worker, shaped to multiply `like`."""
-    return values.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+    """One value per worker, shaped to multiply `like`. A low-precision model is multiplied by
+    32-bit values, as torch's optimizers do."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return values.to(wide).view(-1, *[1] * (like.dim() - 1))

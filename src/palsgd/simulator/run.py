@@ -1,0 +1,221 @@
+"""One training inside the stacked engine: its method, clock, data and records."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.buffers import persistent_buffers
+from palsgd.events import Averaged
+from palsgd.ledger import Ledger
+from palsgd.optimizer import LocalOptimizer
+from palsgd.payload import payload_size, wire_bytes
+from palsgd.schedule import Schedule
+from palsgd.simulator.batches import Batches, DryError
+from palsgd.simulator.exact import built
+from palsgd.simulator.global_model import GlobalModel
+from palsgd.simulator.history import Recorder
+from palsgd.simulator.stack import StackedWorkers
+from palsgd.simulator.stacking_checks import LossModule, check_stackable
+from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
+from palsgd.transports.in_memory import SimulatedTransport
+
+
+class Rules(Protocol):
+    """How a run's method acts on the stacked workers of that run."""
+
+    def open_local_phase(self) -> None:
+        """The model of the warm-up becomes the anchor."""
+
+    def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
+        """Steps without data that no gradient of the stretch precedes."""
+
+    def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
+        """Before the inner step of the workers that take one now."""
+
+    def after_gradient(self, start: int, slots: dict[int, GradientSlot], rates: TickRates) -> None:
+        """After it, with the steps without data that follow."""
+
+    def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
+        """Count the steps of a stretch that is over."""
+
+    def run_due(self) -> bool:
+        """Do what is due at this point of the clock. Is the global model another one?"""
+
+    def show(self) -> None:
+        """Put the global model into the run's model."""
+
+
+class Run:
+    """The workers' own tensors are in the stack; what their method does to them is `rules`' matter.
+
+    A method whose workers have one anchor has one optimizer for all of them; otherwise each worker
+    has its own, with a copy of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batches: list[Batches],
+        method: Callable[[nn.Module], LocalOptimizer],
+        recorder: Recorder,
+    ):
+        self.batches, self.recorder, self.workers = batches, recorder, len(batches)
+        self.opts = self._built(model, method)
+        self.opt = self.opts[0]
+        self.worker, self.method = self.opt._worker, self.opt.method
+        self.replica = self.worker.inner.replica
+        self.module = LossModule(model, loss)
+        self.apart = len(self.opts) > 1  # has each worker an optimizer of its own?
+        self.shown = GlobalModel(self.opt) if self.apart else None
+        self.model = self.shown.model if self.shown else model
+        ledgers = [opt.ledger for opt in self.opts]
+        self.ledgers = ledgers + [Ledger() for _ in range(self.workers - len(ledgers))]
+        self.error: Exception | None = None  # set when it ends early; the others go on
+        self._last: list[Any] = [None] * self.workers
+        self.fixed = self._settings_but_lr()
+        for opt in self.opts:
+            check_stackable(opt.model, opt)
+        named: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
+        self.names = [named[p] for p in self.replica.params]
+        self.buffers = self._named_buffers(model)
+        self.group_of = [
+            next(g for g, members in enumerate(self.replica.groups) if i in members)
+            for i in range(len(self.replica.params))
+        ]
+        self.rules: Rules | None = None  # from the local phase on
+        self._warmup_messages = payload_size(self.worker).warmup()
+        self._planned: tuple[int, list[list[bool]]] = (-1, [])  # clock at which the round began
+
+    def _built(
+        self, model: nn.Module, method: Callable[[nn.Module], LocalOptimizer]
+    ) -> list[LocalOptimizer]:
+        settings: list[dict[str, Any]] = []
+        first = built(method, model, SimulatedTransport(0, self.workers, settings))
+        if first.method.shares_anchor:
+            return [first]
+        return [first] + [
+            built(method, copy.deepcopy(model), SimulatedTransport(k, self.workers, settings))
+            for k in range(1, self.workers)
+        ]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.worker.schedule
+
+    @property
+    def rounds(self) -> int:
+        return self.worker.at.rounds
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        return self.opt.config["on_nonfinite"] == "skip"
+
+    def end_at(self, steps: int) -> None:
+        for opt in self.opts:
+            opt._worker.end_at(steps)
+
+    # -- data and learning rates ---------------------------------------------------------------
+
+    def batch(self, worker: int) -> Any:
+        """The next batch of a worker; once the run has ended, something of the same shape."""
+        if self.error is None or self._last[worker] is None:
+            try:
+                self._last[worker] = self.batches[worker].next()
+            except DryError as dry:
+                self.error = dry
+                if self._last[worker] is None:
+                    raise
+        return self._last[worker]
+
+    def _settings_but_lr(self) -> list[dict[str, Any]]:
+        free = {"params", "lr", "initial_lr"}
+        return [
+            {k: v for k, v in group.items() if k not in free}
+            for group in self.opt.inner.param_groups
+        ]
+
+    def tick(self, clock: int) -> list[float]:
+        """The learning rates at this step of the clock, which then moves on."""
+        rates = self.worker.inner.rates()
+        for opt in self.opts:
+            opt._worker.at.clock = clock + 1  # schedules may look at it
+            opt._worker.inner.tick()
+        if self.worker.inner.scheduler is not None and self._settings_but_lr() != self.fixed:
+            raise ValueError(
+                "the schedule changes more than the learning rate, which stacked workers "
+                "cannot follow; use vectorize=False"
+            )
+        return rates
+
+    def stretches(self, clock: int, end: int) -> list[Stretch]:
+        """What each worker does from this clock up to `end`, which lie in one round."""
+        round, offset = self.schedule.place(clock)
+        plans = self._plans(clock, round)
+        return [Stretch.of(plan[offset : offset + end - clock]) for plan in plans]
+
+    def _plans(self, clock: int, round: int) -> list[list[bool]]:
+        began = self.schedule.round_start(clock)
+        if self._planned[0] != began:
+            owners = [self.opts[k if self.apart else 0] for k in range(self.workers)]
+            plans = [opt._worker.plan_of(k, round) for k, opt in enumerate(owners)]
+            self._planned = (began, plans)
+        return self._planned[1]
+
+    # -- counting ------------------------------------------------------------------------------
+
+    def count_messages(self, sizes: list[int], on_the_wire: int) -> None:
+        """Count messages of so many bytes for every worker."""
+        for ledger in self.ledgers:
+            ledger.messages += len(sizes)
+            ledger.bytes_sent += sum(sizes)
+            ledger.bytes_on_the_wire += on_the_wire
+
+    def warmed_up(self, clock: int) -> None:
+        """Count one step of the warm-up, and tell of it."""
+        sizes = self._warmup_messages
+        self.count_messages(sizes, sum(wire_bytes(sent, self.workers) for sent in sizes))
+        for opt in self.opts:
+            opt._worker.at.gradient_steps += 1
+        for k, ledger in enumerate(self.ledgers):
+            ledger.gradient_steps += 1
+            ledger.warmup_steps += 1
+            ledger.syncs += 1
+            listeners = self.opts[k if self.apart else 0]._worker.listeners
+            if listeners.wanted(Averaged):
+                listeners.tell(Averaged(worker=k, clock=clock, bytes_sent=sum(sizes)))
+
+    # -- the global model ----------------------------------------------------------------------
+
+    def show(self, stack: StackedWorkers, first: int) -> AbstractContextManager[nn.Module]:
+        """The model of this run with the global weights and buffers."""
+        with torch.no_grad():
+            if self.rules is None:
+                self._show_common(stack, first)
+            else:
+                self.rules.show()
+        return nullcontext(self.model)
+
+    def _show_common(self, stack: StackedWorkers, first: int) -> None:
+        """In the warm-up all workers have the same model."""
+        row = first // self.workers if stack.shared else first
+        named = {f"model.{name}": p for name, p in self.model.named_parameters()}
+        for name, x in zip(self.names, stack.params, strict=True):
+            named[name].copy_(x[row])
+        self.show_buffers(stack, first)
+
+    def show_buffers(self, stack: StackedWorkers, row: int) -> None:
+        for name, buffer in self._named_buffers(self.model).items():
+            buffer.copy_(stack.buffers[name][row])
+
+    def buffers_of(self, opt: LocalOptimizer) -> dict[str, Tensor]:
+        """The buffers of a worker's own model, by their names in the stack."""
+        return self._named_buffers(opt.model)
+
+    def _named_buffers(self, model: nn.Module) -> dict[str, Tensor]:
+        kept = {getattr(module, name) for module, name in persistent_buffers(model)}
+        return {f"model.{name}": b for name, b in model.named_buffers() if b in kept}

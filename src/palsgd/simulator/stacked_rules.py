@@ -1,0 +1,197 @@
+"""The rules of a method whose workers share one anchor, called for all of them at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from palsgd.events import Mixed, Sent, Synced
+from palsgd.method import Rate, Rates
+from palsgd.payload import payload_size, wire_bytes
+from palsgd.simulator.run import Run
+from palsgd.simulator.stack import StackedWorkers
+from palsgd.simulator.stacked_sync import StackedMoment, StackedPending, StackedSyncer
+from palsgd.simulator.stacked_view import StackedView
+from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates, mixing_rates, rates_at
+
+
+class StackedRules:
+    def __init__(self, run: Run, stack: StackedWorkers, first: int):
+        self._run, self._stack, self._first = run, stack, first
+        self._worker, self._method = run.worker, run.method
+        self._view = StackedView(run.worker.syncer, stack, first)
+        self._syncer = StackedSyncer(run.worker, self._view, run.buffers)
+        self._pending: StackedPending | None = None
+        self._size = payload_size(run.worker)
+        # since the local phase began, by worker, and as they were at each fragment's last sync
+        self._steps = [0] * run.workers
+        self._sums = [[0.0] * run.workers for _ in run.replica.groups]
+        self._marks = [self._mark()] * self._worker.at.fragments
+
+    def open_local_phase(self) -> None:
+        syncer, at = self._worker.syncer, self._worker.at
+        for view, x in zip(syncer.anchor.views, self._stack.params, strict=True):
+            view.copy_(x[self._first])
+        self._run.show_buffers(self._stack, self._first)
+        syncer.buffers.set_from_local()
+        sizes = self._size.start()
+        self._run.count_messages(sizes, sum(wire_bytes(n, self._run.workers) for n in sizes))
+        at.has_anchor = True
+        self._worker.extend_schedule()
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
+        if not (self._worker.leads and self._method.overrides("after_gradient")):
+            return
+        for length, workers in _by_length([len(s.head) for s in stretches]).items():
+            if length:
+                mixing = mixing_rates([stretches[k].head for k in workers], rates)
+                clocks = [start + length] * len(workers)
+                self._after_gradient(workers, None, mixing, clocks)
+
+    def before_gradient(
+        self, start: int, slots: dict[int, GradientSlot], grads: list[Tensor]
+    ) -> None:
+        chosen = self._view.select(list(slots))
+        round = self._worker.schedule.round_of(start)
+        w = self._view.with_gradients(chosen, lambda: grads, round=round)
+        self._method.before_gradient(w)
+        self._view.keep(w, chosen)
+
+    def after_gradient(self, start: int, slots: dict[int, GradientSlot], rates: TickRates) -> None:
+        everyone, each = list(slots), list(slots.values())
+        for places in _by_length([len(slot.mixing) for slot in each]).values():
+            chosen = [each[i] for i in places]
+            self._after_gradient(
+                [everyone[i] for i in places],
+                rates_at([slot.tick for slot in chosen], rates),
+                mixing_rates([slot.mixing for slot in chosen], rates),
+                [start + slot.end for slot in chosen],
+            )
+
+    def _after_gradient(
+        self, workers: list[int], rate: Rates | None, mixing: list[Rates], clocks: list[int]
+    ) -> None:
+        chosen = self._view.select(workers)
+        w = self._view.whole(chosen)
+        weights = self._method.after_gradient(w, rate, mixing)
+        self._view.keep(w, chosen)
+        if weights is None:
+            return
+        low, high = (_per_worker(each, len(workers)) for each in weights)
+        for place, k in enumerate(workers):
+            self._run.ledgers[k].saw_betas(low[place], high[place])
+            self._tell(
+                Mixed, k, clocks[place],
+                steps=len(mixing), weight_min=low[place], weight_max=high[place],
+            )  # fmt: skip
+
+    def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
+        share, at = self._method.gradient_share, self._worker.at
+        at.clock, at.synced = clock, False
+        at.gradient_steps += len(stretches[0].slots)
+        for k, (stretch, ledger) in enumerate(zip(stretches, self._run.ledgers, strict=True)):
+            ledger.gradient_steps += len(stretch.slots)
+            ledger.mixing_steps += stretch.mixing_steps
+            self._steps[k] += len(stretch.slots)
+            taken = [rates[slot.tick] for slot in stretch.slots]
+            for group, column in enumerate(zip(*taken, strict=True)):
+                self._sums[group][k] += sum(column) / share
+
+    # -- syncs ---------------------------------------------------------------------------------
+
+    def run_due(self) -> bool:
+        clock, through = self._worker.at.clock, []
+        for kind, fragment in self._worker.schedule.due(clock):
+            if kind == "apply":
+                assert self._pending is not None
+                found, self._pending = self._pending, None
+            else:
+                found = self._syncer.send(self._moment(fragment), keeps_local=kind == "send")
+                self._marks[fragment] = self._mark()
+            if kind == "send":
+                self._pending = found
+                self._tell_all(Sent, round=found.at.round, fragment=fragment)
+                continue
+            self._syncer.apply(found)
+            through.append(found)
+            self._synced(found)
+        for number, found in enumerate(through):
+            self._tell_synced(found, completes=number == len(through) - 1)
+        return bool(through)
+
+    def _mark(self) -> tuple[list[int], list[list[float]]]:
+        return list(self._steps), [list(group) for group in self._sums]
+
+    def _moment(self, fragment: int) -> StackedMoment:
+        clock, (steps, sums) = self._worker.at.clock, self._marks[fragment]
+        round = self._worker.schedule.round_of(clock - 1)
+        pairs = zip(self._sums, sums, strict=True)
+        return StackedMoment(
+            fragment=fragment,
+            clock=clock,
+            round=round,
+            gradient_steps=_difference(self._steps, steps),
+            rate_sums=[_difference(now, then) for now, then in pairs],
+        )
+
+    def _synced(self, found: StackedPending) -> None:
+        at = self._worker.at
+        at.synced, at.scalars = True, dict(found.scalars)
+        self._run.count_messages(found.messages, found.on_the_wire)
+        for ledger, distance in zip(self._run.ledgers, found.distance, strict=True):
+            ledger.syncs += 1
+            ledger.distance = distance
+        if found.at.fragment == at.fragments - 1:
+            at.rounds += 1
+            self._worker.extend_schedule()
+
+    def show(self) -> None:
+        syncer = self._worker.syncer
+        syncer.anchor.copy_to_local()
+        self._run.show_buffers(self._stack, self._first)
+        syncer.buffers.copy_to_local()
+
+    # -- events --------------------------------------------------------------------------------
+
+    def _tell_synced(self, found: StackedPending, *, completes: bool) -> None:
+        for k, distance in enumerate(found.distance):
+            self._tell(
+                Synced,
+                k,
+                self._worker.at.clock,
+                round=found.at.round,
+                fragment=found.at.fragment,
+                bytes_sent=sum(found.messages),
+                distance=distance,
+                contributors=found.contributors,
+                completes=completes,
+            )
+
+    def _tell_all(self, kind: type, **what: Any) -> None:
+        for k in range(self._run.workers):
+            self._tell(kind, k, self._worker.at.clock, **what)
+
+    def _tell(self, kind: type, worker: int, clock: int, **what: Any) -> None:
+        listeners = self._worker.listeners
+        if listeners.wanted(kind):
+            listeners.tell(kind(worker=worker, clock=clock, **what))
+
+
+def _by_length(lengths: list[int]) -> dict[int, list[int]]:
+    """The places of each length."""
+    found: dict[int, list[int]] = {}
+    for place, length in enumerate(lengths):
+        found.setdefault(length, []).append(place)
+    return found
+
+
+def _per_worker(value: Rate, workers: int) -> list[float]:
+    return value.tolist() if isinstance(value, Tensor) else [float(value)] * workers
+
+
+def _difference(now: Sequence[float], then: Sequence[float]) -> Tensor:
+    """One entry per worker."""
+    return torch.tensor(now, dtype=torch.float64) - torch.tensor(then, dtype=torch.float64)

@@ -1,0 +1,399 @@
+"""A sync of all workers of one run at once, on stacked tensors.
+
+It does what `palsgd.sync.Syncer` does for one worker, in the same two halves. Plain means are taken
+tensor by tensor; coded ones go through the exchange that workers in memory use.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from palsgd.codecs.coded_mean import Residue
+from palsgd.guard import WorkerReport, check_finite
+from palsgd.method import Part, Payload
+from palsgd.payload import PayloadSize, payload_size
+from palsgd.simulator.stack import StackedWorkers
+from palsgd.simulator.stacked_view import (
+    StackedView,
+    flat_rows,
+    row_norms,
+    squared_norms,
+    total_squares,
+)
+from palsgd.sync import Syncer, due_parts, unflattened
+from palsgd.tensors import Reduced, WorkerTensors, column
+from palsgd.transports.in_memory import average_in_memory
+from palsgd.transports.transport import Message
+from palsgd.worker import Worker
+
+
+class StackedMoment(NamedTuple):
+    """When a sync is sent, and what each worker has done since the last one of this fragment."""
+
+    fragment: int
+    clock: int
+    round: int
+    gradient_steps: Tensor  # one entry per worker
+    rate_sums: list[Tensor]  # for each parameter group, one entry per worker
+
+
+@dataclass
+class StackedPending:
+    """A fragment that all workers of a run have sent, with what came back."""
+
+    at: StackedMoment
+    size: PayloadSize
+    finite: list[bool]
+    distance: list[float]
+    parts: dict[str, list[Tensor]]
+    gathered: set[str]
+    scalars: dict[str, float]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[tuple[int, int], list[Residue]] = field(default_factory=dict)
+    local_when_sent: list[Tensor] | None = None  # None: the local models have not moved since
+
+    @property
+    def contributors(self) -> int:
+        return sum(self.finite)
+
+    @property
+    def messages(self) -> list[int]:
+        """The bytes of each."""
+        return self.size.sync(self.at.fragment, self.at.round)
+
+    @property
+    def on_the_wire(self) -> int:
+        return self.size.on_the_wire(self.at.fragment, self.at.round)
+
+    @property
+    def where(self) -> str:
+        return f"the sync of round {self.at.round} (clock {self.at.clock})"
+
+
+class StackedSyncer:
+    """Sends fragments of the stacked local models and applies the means that come back."""
+
+    def __init__(self, worker: Worker, view: StackedView, buffers: dict[str, Tensor]):
+        self._worker, self.view, self._buffers = worker, view, buffers
+        self._syncer: Syncer = worker.syncer
+        self._method, self._anchor = worker.method, view.anchor
+        self._layout, self._workers = view.replica.layout, view.workers
+        self._residues: dict[tuple[int, int], list[Residue]] = {}  # by fragment and message
+
+    @property
+    def stack(self) -> StackedWorkers:
+        return self.view.stack
+
+    # -- sending -------------------------------------------------------------------------------
+
+    def send(self, at: StackedMoment, *, keeps_local: bool) -> StackedPending:
+        """What the workers send and what comes of it, at this point of the clock."""
+        chosen = self.view.everyone(at.fragment)
+        w = self._tensors(at, chosen)
+        payload = self._method.payload(w)
+        parts = due_parts(payload, at.round)
+        finite, distance, plain = self._look_at(w, parts)
+        weight = self._per_worker(payload.weight)
+        pending = StackedPending(
+            at=at,
+            size=payload_size(self._worker, payload),
+            finite=finite,
+            distance=distance,
+            parts={},
+            gathered={part.name for part in parts if part.reduction == "gather"},
+            scalars=self._scalars(payload, finite),
+        )
+        number = 0
+        for part in parts:
+            if part.tensors is None and plain is not None:
+                pending.parts[part.name], used = plain, 1
+            else:
+                pending.parts[part.name], used = self._reduced(pending, part, w, weight, number)
+            number += used
+        if self._syncer.buffers.averaged and self._ends_round(at):
+            pending.buffers = self._buffer_means(finite)
+        if keeps_local:
+            dtype = self._anchor.flat.dtype
+            pending.local_when_sent = [x.to(dtype, copy=True) for x in w.local]
+        self.view.keep(w, chosen)
+        return pending
+
+    def _look_at(
+        self, w: WorkerTensors, parts: list[Part]
+    ) -> tuple[list[bool], list[float], list[Tensor] | None]:
+        """Which workers are finite, how far each is from the anchor, and, where the displacement
+        is simply averaged over all, its mean: all from one pass over the local models."""
+        model = next((part for part in parts if part.tensors is None), None)
+        averaged = model is not None and model.reduction == "mean"
+        averaged = averaged and (self._syncer.codec is None or not model.coded)  # type: ignore[union-attr]
+        norms, means = [], []
+        for away in _displacement(w):
+            norms.append(row_norms(away, self._workers))
+            if averaged:
+                means.append(away.mean(dim=0))
+        squares = total_squares(norms, self._workers)
+        own = self._own_tensors(w, parts) + self._averaged_buffers()
+        if len(self._anchor.ranges) > 1:
+            own += self.view.own(self.stack.params)
+        health = squares + squared_norms(own, self._workers) if own else squares
+        distance, seen = torch.stack([squares.sqrt(), health]).tolist()
+        finite = torch.tensor(seen).isfinite().tolist()
+        if not all(finite):
+            finite = self._finite_rows(own)
+        return finite, distance, means if averaged and all(finite) else None
+
+    def _own_tensors(self, w: WorkerTensors, parts: list[Part]) -> list[Tensor]:
+        """What the method sends beside the displacement."""
+        return [
+            self._stacked(x, piece)
+            for part in parts
+            if part.tensors is not None
+            for x, piece in zip(part.tensors, w.anchor, strict=True)
+        ]
+
+    def _finite_rows(self, own: list[Tensor]) -> list[bool]:
+        """Norms may overflow on finite values, so every element is looked at."""
+        sound = torch.ones(self._workers, dtype=torch.bool, device=self.stack.device)
+        for x in [*self.view.own(self.stack.params), *own]:
+            sound &= x.reshape(self._workers, x.numel() // self._workers).isfinite().all(dim=1)
+        return sound.tolist()
+
+    def _averaged_buffers(self) -> list[Tensor]:
+        """This run's floating-point buffers, if they travel."""
+        if not self._syncer.buffers.averaged:
+            return []
+        return [b for b in self._own_buffers().values() if b.is_floating_point()]
+
+    def _own_buffers(self) -> dict[str, Tensor]:
+        names = list(self._buffers)
+        if not names:
+            return {}
+        tensors = self.view.own([self.stack.buffers[name] for name in names])
+        return dict(zip(names, tensors, strict=True))
+
+    def _buffer_means(self, finite: list[bool]) -> dict[str, Tensor]:
+        """Floats by their mean over the workers that take part, integers by worker 0's."""
+        dtype, found = self._anchor.flat.dtype, {}
+        for name, buffer in self._own_buffers().items():
+            if buffer.is_floating_point():
+                rows = buffer if all(finite) else buffer[torch.tensor(finite)]
+                found[name] = rows.to(dtype).mean(dim=0)
+            else:
+                found[name] = buffer[0].clone()
+        return found
+
+    def _scalars(self, payload: Payload, finite: list[bool]) -> dict[str, float]:
+        """The means of the method's scalars over the workers that take part."""
+        dtype, chosen = self._anchor.flat.dtype, torch.tensor(finite)
+        return {
+            name: float(self._per_worker(value)[chosen].to(dtype).double().mean())
+            for name, value in payload.scalars.items()
+        }
+
+    def _per_worker(self, value: Any) -> Tensor:
+        """A number of the payload, which may be one for each worker."""
+        return torch.as_tensor(value, dtype=torch.float64).cpu().expand(self._workers)
+
+    # -- reductions ----------------------------------------------------------------------------
+
+    def _reduced(
+        self, pending: StackedPending, part: Part, w: WorkerTensors, weight: Tensor, number: int
+    ) -> tuple[list[Tensor], int]:
+        """What comes back of one part, and the number of messages that it took."""
+        finite = torch.tensor(pending.finite)
+        if part.reduction == "gather":
+            return [_with_zeros(x, finite) for x in self._values(part, w)], 1
+        weighted = part.reduction == "weighted"
+        if self._syncer.codec is not None and part.coded:
+            return self._coded(pending, part, w, weight if weighted else None, number)
+        share = torch.where(finite, weight if weighted else torch.ones_like(weight), 0.0)
+        share = share / share.sum()
+        return [_weighted(x, share) for x in self._values(part, w)], 1
+
+    def _values(self, part: Part, w: WorkerTensors) -> Iterator[Tensor]:
+        """The stacked tensors of a part, one after another, in the precision of messages."""
+        if part.tensors is None:
+            yield from _displacement(w)
+            return
+        for x, piece in zip(part.tensors, w.anchor, strict=True):
+            yield self._stacked(x, piece).to(self._anchor.flat.dtype)
+
+    def _stacked(self, x: Tensor, piece: Tensor) -> Tensor:
+        """A tensor of a payload; one that is made of common tensors alone is the same for all."""
+        return x.expand(self._workers, *x.shape) if x.dim() == piece.dim() else x
+
+    def _coded(
+        self,
+        pending: StackedPending,
+        part: Part,
+        w: WorkerTensors,
+        weight: Tensor | None,
+        number: int,
+    ) -> tuple[list[Tensor], int]:
+        fragment, finite = pending.at.fragment, torch.tensor(pending.finite)
+        rows = self._rows(part, w, fragment)
+        if not all(pending.finite):
+            rows[~finite.to(rows.device)] = 0
+        if weight is not None:
+            rows *= column(torch.where(finite, weight, 0.0), rows)
+        width = rows.shape[1]
+        if part.tensors is None and not self._syncer.whole:
+            width = min(self._syncer.memory.bucket_size, width)
+        width, used = max(1, width), 0
+        for low in range(0, max(1, rows.shape[1]), width):
+            key = (fragment, number + used)
+            pending.left[key] = self._exchanged(rows[:, low : low + width], key)
+            used += 1
+        mean = rows[0] * (self._workers / pending.contributors)
+        if weight is not None:
+            mean /= float(weight[finite].mean())
+        if part.tensors is None:
+            return self._syncer.view.pieces_in(fragment, mean), used
+        return unflattened(mean, self._anchor.pieces(fragment)), used
+
+    def _rows(self, part: Part, w: WorkerTensors, fragment: int) -> Tensor:
+        """A flat row for each worker, in the order in which it travels."""
+        values = list(self._values(part, w))
+        if part.tensors is not None:
+            return torch.cat([x.reshape(self._workers, -1) for x in values if x.numel()], dim=1)
+        rows = self._anchor.flat.new_empty(self._workers, len(self._anchor.ranges[fragment]))
+        for (tensor, cut, place), x in zip(self._anchor.places(fragment), values, strict=True):
+            rows[:, place] = flat_rows(self._layout, tensor, x) if cut is None else x
+        return rows
+
+    def _exchanged(self, rows: Tensor, key: tuple[int, int]) -> list[Residue]:
+        """Replace the rows by their coded mean; what each worker has not sent."""
+        left: Sequence[Residue | None] = self._residues.get(key) or [None] * self._workers
+        messages = [
+            Message(row, 0, self._syncer.codec, residue)
+            for row, residue in zip(rows, left, strict=True)
+        ]
+        average_in_memory(messages)
+        return [message.left for message in messages if message.left is not None]
+
+    # -- what came back ------------------------------------------------------------------------
+
+    def apply(self, pending: StackedPending) -> None:
+        """The one tail of a sync: the global model, the local ones, buffers."""
+        reports = [WorkerReport(0, finite, 0.0) for finite in pending.finite]
+        check_finite(reports, pending.where, self._syncer.guard.skip_nonfinite)
+        self._global_step(pending)
+        self._restart(pending)
+        self._residues.update({key: left for key, left in pending.left.items() if left})
+        self._set_buffers(pending)
+
+    def _global_step(self, pending: StackedPending) -> None:
+        """Only this fragment's pieces have a gradient, and so only they move."""
+        at = pending.at
+        params = self._anchor.outer_params[at.fragment]
+        if "model" in pending.parts and "model" not in pending.gathered:
+            for param, mean in zip(params, pending.parts["model"], strict=True):
+                param.grad = _in_memory_order(mean, param)
+        chosen = self.view.everyone(at.fragment)
+        w = self._tensors(at, chosen, pending.local_when_sent)
+        reduced = Reduced(pending.parts, pending.scalars, pending.contributors)
+        try:
+            self._method.apply(w, reduced, self._syncer.outer)
+        finally:
+            for param in params:
+                param.grad = None
+        self.view.keep(w, chosen)
+
+    def _restart(self, pending: StackedPending) -> None:
+        """What the local models become."""
+        going = [k for k, finite in enumerate(pending.finite) if finite]
+        if self._method.overrides("restart"):
+            chosen = self.view.select(going, pending.at.fragment)
+            w = self._tensors(pending.at, chosen)
+            self._method.restart(w)
+            self.view.keep(w, chosen)
+        else:
+            self._move_on(pending)
+        for k, finite in enumerate(pending.finite):
+            if not finite:
+                self._start_over(k)
+
+    def _move_on(self, pending: StackedPending) -> None:
+        """The anchor, plus what the local models have gained meanwhile."""
+        fragment = pending.at.fragment
+        chosen = self.view.everyone(fragment)
+        local = chosen.take(self.view.own(self.stack.params))
+        anchor = self._anchor.pieces(fragment)
+        if pending.local_when_sent is None:
+            for x, a in zip(local, anchor, strict=True):
+                x.copy_(a)
+        else:
+            for x, a, before in zip(local, anchor, pending.local_when_sent, strict=True):
+                x.add_(a - before)
+        chosen.put_back()
+
+    def _start_over(self, worker: int) -> None:
+        """A worker whose model was not finite goes on from the global one, all fragments of it."""
+        for x, a in zip(self.view.own(self.stack.params), self._anchor.views, strict=True):
+            x[worker] = a.to(x.dtype)
+        self.view.reset_local(worker)
+        chosen = self.view.select([worker])
+        w = self.view.whole(chosen)
+        self._method.join(w)
+        self.view.keep(w, chosen)
+        self.stack.forget_nonfinite(self.view.number_of(worker))
+
+    def _set_buffers(self, pending: StackedPending) -> None:
+        """The means become every worker's buffers, and the global model's."""
+        own = self._own_buffers() if pending.buffers else {}
+        for name, mean in pending.buffers.items():
+            own[name].copy_(mean.to(own[name].dtype))
+            self._buffers[name].copy_(mean)
+        if pending.buffers:
+            self._syncer.buffers.set_from_local()
+        elif self._ends_round(pending.at) and self._syncer.buffers.policy == "recompute":
+            self._syncer.buffers.current = False
+
+    def _ends_round(self, at: StackedMoment) -> bool:
+        return at.fragment == len(self._anchor.ranges) - 1
+
+    def _tensors(
+        self, at: StackedMoment, chosen: Any, local: list[Tensor] | None = None
+    ) -> WorkerTensors:
+        index = torch.tensor(list(chosen.workers))
+        return self.view.fragment(
+            chosen,
+            at.fragment,
+            [sums[index] for sums in at.rate_sums],
+            local,
+            round=at.round,
+            gradient_steps=at.gradient_steps[index],
+        )
+
+
+def _displacement(w: WorkerTensors) -> Iterator[Tensor]:
+    """The anchor minus the local models, tensor by tensor."""
+    for a, x in zip(w.anchor, w.local, strict=True):
+        yield a - x
+
+
+def _weighted(x: Tensor, share: Tensor) -> Tensor:
+    """The sum over the workers, each times its share; those without one are left out, as what is
+    not finite would spoil a product with zero."""
+    chosen = share.nonzero().flatten()
+    if len(chosen) < len(share):
+        x, share = x[chosen.to(x.device)], share[chosen]
+    return (x * column(share, x)).sum(dim=0)
+
+
+def _with_zeros(x: Tensor, finite: Tensor) -> Tensor:
+    """All workers' values, with zeros for one that was left out."""
+    found = x.clone()
+    if not bool(finite.all()):
+        found[~finite.to(x.device)] = 0
+    return found
+
+
+def _in_memory_order(mean: Tensor, param: Tensor) -> Tensor:
+    """With the strides of the parameter, which fused optimizers rely on."""
+    if mean.stride() == param.stride() and mean.dtype == param.dtype:
+        return mean
+    return torch.empty_like(param).copy_(mean)
