@@ -11,7 +11,7 @@ from palsgd.anchor import digest
 from palsgd.flat import FlatModel
 from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
-from palsgd.tensors import WorkerTensors
+from palsgd.tensors import RESERVED, WorkerTensors
 
 
 class MethodState:
@@ -21,6 +21,8 @@ class MethodState:
         def new() -> FlatModel:
             return FlatModel(replica.layout, ranges, dtype=replica.dtype, device=replica.device)
 
+        for name in (*state_names(method.local_state), *state_names(method.global_state)):
+            check_state_name(method, name)
         self.local = {name: new() for name in state_names(method.local_state)}
         self.common = {name: new() for name in state_names(method.global_state)}
         self.local_scalars = state_scalars(method.local_state)
@@ -54,6 +56,12 @@ class MethodState:
         """Of what all workers must hold alike."""
         kept = self.common.values()
         return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
+
+
+def check_state_name(method: Method, name: str) -> None:
+    """A state is an attribute of `w`, beside those that `w` has already."""
+    if name in RESERVED or hasattr(WorkerTensors, name):
+        raise ValueError(f"{method} has a state named {name!r}, which is taken; rename it")
 
 
 def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:

@@ -34,7 +34,7 @@ from palsgd.tensors import Reduced, WorkerTensors
 class EASGDMethod(Method):
     rate: float | None = None  # e; None: 0.9 / workers
 
-    local_state = ("pull",)
+    local_state = ("force",)
     refuses: ClassVar[Mapping[str, str]] = {
         "outer": "the centre moves by the elastic force",
         "delay": "the force is between the models as they are at one time",
@@ -56,12 +56,12 @@ class EASGDMethod(Method):
 
     def apply(self, w: WorkerTensors, reduced: Reduced, outer: Optimizer) -> None:
         rate = self.elasticity(w.workers)
-        torch._foreach_copy_(w.pull, torch._foreach_sub(w.local, w.anchor))
-        torch._foreach_mul_(w.pull, rate)
+        torch._foreach_copy_(w.force, torch._foreach_sub(w.local, w.anchor))
+        torch._foreach_mul_(w.force, rate)
         torch._foreach_sub_(w.anchor, reduced["model"], alpha=rate * reduced.contributors)
 
     def restart(self, w: WorkerTensors) -> None:
-        torch._foreach_sub_(w.local, w.pull)
+        torch._foreach_sub_(w.local, w.force)
 
 
 ROW = Row(

@@ -99,4 +99,5 @@ ROW = Row(
     colours=("#d55e00", "#ff9152"),
     outer=nesterov,
     mixes=True,
+    default=True,
 )
