@@ -8,11 +8,9 @@ from torch import Tensor
 
 from palsgd.method import Rate
 
-
 # Names that every `w` may have, beside those of WorkerTensors' own methods.
 RESERVED = frozenset(
-    "local anchor grad groups inner gradient_steps rate_sums rates initial_rates "
-    "worker workers round".split()
+    ["local", "anchor", "grad", "groups", "inner", "gradient_steps", "rate_sums", "rates", "initial_rates", "worker", "workers", "round"]
 )
 
 
