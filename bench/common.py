@@ -1,29 +1,56 @@
-"""What the benchmarks share: GPT-Neo's tensors, clocks, the machine's name."""
+"""What the benchmarks share: GPT-Neo's tensors, clocks, and the records that they write.
 
+Every record says where its figures come from: `provenance` gives the commit, whether the files
+differed from it, the command line, the machine and torch's version. Under "untimed" a record keeps
+figures that no clock was needed for (counts, bytes, losses). A test runs every script with --tiny
+and compares those figures, so that a script which no longer runs, or which no longer measures what
+it says, is noticed without a measurement.
+"""
+
+import argparse
+import functools
+import importlib.util
+import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-SIZES = {  # the paper's two models: positions, hidden size, layers
-    "gpt-neo-8m": (300, 128, 8),
-    "gpt-neo-125m": (1024, 768, 12),
+REPOSITORY = Path(__file__).resolve().parent.parent
+SIZES = {  # positions, hidden size, layers, words
+    "tiny": (8, 8, 1, 64),  # for --tiny
+    "gpt-neo-8m": (300, 128, 8, 50257),  # the paper's smaller model
+    "gpt-neo-33m": (300, 380, 8, 50257),  # four times that, and still one bucket of 128 MiB
+    "gpt-neo-125m": (1024, 768, 12, 50257),  # the paper's larger model
 }
 
 
 def gpt_neo_tensors(name: str, device: str) -> nn.ParameterList:
     """Random tensors in the shapes of a GPT-Neo model's parameters, its tied head once."""
-    positions, d, layers = SIZES[name]
-    shapes: list[tuple[int, ...]] = [(50257, d), (positions, d)]
+    positions, d, layers, words = SIZES[name]
+    shapes: list[tuple[int, ...]] = [(words, d), (positions, d)]
     for _ in range(layers):
         shapes += [(d,), (d,), (d, d), (d, d), (d, d), (d, d), (d,)]  # norm, k, v, q, out
         shapes += [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]  # norm, two linears
     shapes += [(d,), (d,)]
     return nn.ParameterList(torch.randn(shape, device=device) * 0.02 for shape in shapes)
+
+
+def mixing_step() -> Callable[[list[torch.Tensor], list[torch.Tensor], float], None]:
+    """One mixing step, for which palsgd has no public name: `step()` takes a gradient step as well.
+    Imported when asked for, as bench/exogym.py's other side must not pay for importing palsgd."""
+    from palsgd.replica import mix_
+
+    return mix_
 
 
 def seconds(call: Callable[[], object], device: str, repeats: int) -> float:
@@ -58,10 +85,84 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def machine(device: str) -> dict[str, object]:
+# -- records ---------------------------------------------------------------------------------------
+
+
+def add_record_options(parser: argparse.ArgumentParser) -> None:
+    """What every script takes."""
+    parser.add_argument("--tiny", action="store_true", help="seconds on a CPU, to see it run")
+    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+
+
+def provenance(device: str, *, tiny: bool) -> dict[str, Any]:
+    """The head of every record: by which code, by which command and where it was made."""
+    return {**_code(), "command": command_line(), "tiny": tiny, "machine": machine(device)}
+
+
+@functools.cache  # at the start of a run: the record itself, once written, is a change as well
+def _code() -> dict[str, Any]:
+    """The commit, and whether the tracked files differ from it. On a machine that has the files
+    without their history, BENCH_COMMIT says which commit they are of."""
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "-uno")
+    if commit is None:
+        return {"commit": os.environ.get("BENCH_COMMIT", "unknown"), "dirty": None}
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(*words: str) -> str | None:
+    """What git says about this repository, or None where it has nothing to say."""
+    command = ["git", "-C", str(REPOSITORY), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def command_line() -> str:
+    """This program's, as one would type it in the repository: a record names no folder of the
+    machine it was made on, as that tells its reader nothing."""
+    return shlex.join(["python", *(_without_home(word) for word in sys.argv)])
+
+
+def _without_home(word: str) -> str:
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    path = path.resolve()
+    inside = path.is_relative_to(REPOSITORY)
+    return str(path.relative_to(REPOSITORY)) if inside else f".../{path.name}"
+
+
+def save(record: dict[str, Any], out: Path | None) -> None:
+    """Write a record, if it is wanted. Scripts call it after each row, so that what is done is
+    kept when a long run is stopped."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def absent(packages: Iterable[str]) -> list[str]:
+    """Those that cannot be imported here."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def summary(record: dict[str, Any]) -> str:
+    """The last line a script prints: its untimed figures, and which peers did not take part."""
+    figures = "; ".join(f"{name} {value}" for name, value in record["untimed"].items())
+    missing = record.get("not_installed")
+    return f"untimed: {figures}" + (f"; not installed: {', '.join(missing)}" if missing else "")
+
+
+def machine(device: str) -> dict[str, Any]:
+    """`device` is what the figures are of; CPU and GPU are named whichever of them that is."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "device": gpu if device == "cuda" else _cpu_name(),
+        "cpu": _cpu_name(),
         "cores": os.cpu_count(),
+        "gpu": gpu,
+        "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from common import machine
+from common import add_record_options, provenance, save, summary
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -199,11 +199,12 @@ def optimizer(method, model):
     return palsgd.DiLoCo(model, inner, sync_every=H, outer=palsgd.nesterov(OUTER_LR, 0.9))
 
 
-def run_side(side, case, workers, source):
+def run_side(side, case, workers, args):
     """One run: milliseconds per step without its first round, seconds in all, final loss."""
     torch.manual_seed(0)
     name, method = case.split("-")
     task = TASKS[name]()
+    task.rounds, source = args.rounds or task.rounds, args.source
     if side == "exogym":
         model, total, stamps = exogym_side(task, method, workers, source)
     else:
@@ -216,8 +217,12 @@ def run_side(side, case, workers, source):
 
 def run_apart(side, case, workers, args):
     """The same in a program of its own, which ends with its processes when time is up."""
-    command = [sys.executable, __file__, "--source", str(args.source.resolve()), "--side", side]
-    command += ["--cases", case, "--workers", str(workers)]
+    command = [sys.executable, __file__, "--side", side, "--cases", case]
+    command += ["--workers", str(workers)]
+    if args.source:
+        command += ["--source", str(args.source.resolve())]
+    if args.rounds:
+        command += ["--rounds", str(args.rounds)]
     threads = 1 if side == "exogym" else args.threads
     program = subprocess.Popen(
         command,
@@ -240,9 +245,10 @@ def run_apart(side, case, workers, args):
 
 
 def measure(case, workers, args):
-    runs = {side: [] for side in SIDES}
+    sides = SIDES if args.source else SIDES[1:]
+    runs = {side: [] for side in sides}
     for _ in range(args.repeats):
-        for side in SIDES:
+        for side in sides:
             runs[side].append(run_apart(side, case, workers, args))
     middle = {
         side: {key: statistics.median(run[key] for run in found) for key in found[0]}
@@ -254,18 +260,22 @@ def measure(case, workers, args):
         )
         for side in SIDES[1:]
         for key in ("step_ms", "total_s")
+        if args.source
     }
     return {"case": case, "workers": workers, **middle, **times_faster, "runs": runs}
 
 
 def line(row):
-    sides = [row[side] for side in SIDES]
     cells = [row["case"], str(row["workers"])]
-    cells += [f"{side['step_ms']:.2f}" for side in sides]
-    cells += [f"{row[f'{side}_faster_step_ms']:.1f} x" for side in SIDES[1:]]
-    cells += [f"{side['total_s']:.1f}" for side in sides]
-    cells += [f"{side['loss']:.6f}" for side in sides]
+    cells += figures(row, "step_ms", ".2f")
+    ratios = [row.get(f"{side}_faster_step_ms") for side in SIDES[1:]]
+    cells += ["" if ratio is None else f"{ratio:.1f} x" for ratio in ratios]
+    cells += figures(row, "total_s", ".1f") + figures(row, "loss", ".6f")
     return f"| {' | '.join(cells)} |"
+
+
+def figures(row, key, form):
+    return [f"{row[side][key]:{form}}" if side in row else "" for side in SIDES]
 
 
 def commit(source):
@@ -279,16 +289,21 @@ def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--source", type=Path, required=True, help="a checkout of EXO Gym")
+    parser.add_argument("--source", type=Path, help="a checkout of EXO Gym; --tiny can do without")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES[:3])
+    parser.add_argument("--rounds", type=int, help="of a run; at least three, as one is not timed")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of palsgd's process")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one run of one side")
     parser.add_argument("--side", choices=SIDES, help="run this side once and print its figures")
-    parser.add_argument("--out", type=Path)
+    add_record_options(parser)
     args = parser.parse_args()
-    if not (args.source / "exogym").is_dir():
+    if args.tiny:
+        args.cases, args.workers, args.repeats, args.rounds = ["digits-diloco"], [2], 1, 3
+    elif not args.source and not args.side:
+        parser.error("--source is needed, a checkout of EXO Gym; see --help")
+    if args.source and not (args.source / "exogym").is_dir():
         parser.error(f"--source {args.source}: no folder exogym in it; see --help")
     return args
 
@@ -297,19 +312,27 @@ def main():
     args = arguments()
     cases = [(case, workers) for case in args.cases for workers in args.workers]
     if args.side:
-        print(json.dumps(run_side(args.side, *cases[0], args.source)))
+        print(json.dumps(run_side(args.side, *cases[0], args)))
         return
-    facts = {"machine": machine("cpu"), "exogym_commit": commit(args.source)}
-    facts |= {"repeats": args.repeats, "palsgd_threads": args.threads, "rows": []}
-    print(f"{facts['machine']['device']}, {os.cpu_count()} cores, torch {torch.__version__}")
+    record = provenance("cpu", tiny=args.tiny) | {
+        "exogym_commit": commit(args.source) if args.source else None,
+        "not_installed": [] if args.source else ["exogym"],
+        "repeats": args.repeats,
+        "palsgd_threads": args.threads,
+        "rows": [],
+        "untimed": {},
+    }
+    print(f"{record['machine']['device']}, {os.cpu_count()} cores, torch {torch.__version__}")
     print(f"| {' | '.join(COLUMNS)} |")
     print("|---" * len(COLUMNS) + "|")
     for case in cases:
         row = measure(*case, args)
-        facts["rows"].append(row)
+        record["rows"].append(row)
+        name = f"{row['case']}, {row['workers']} workers: loss"
+        record["untimed"][name] = [row[side]["loss"] for side in SIDES if side in row]
         print(line(row), flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(facts, indent=2) + "\n")
+        save(record, args.out)
+    print(summary(record))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     sudo python bench/link.py --ring 4200000     # only bare all-reduces of so many bytes
 
 Each case is one command, which is printed before it runs; each has the four methods in one run, so
-that ratios are of times taken within minutes. Linux and root.
+that ratios are of times taken within minutes. Linux and root; --tiny does without links.
 """
 
 import argparse
@@ -15,8 +15,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import add_record_options, provenance, save, summary
 
 from palsgd.lab.links import Link, Network
 from palsgd.lab.links.link import modelled_ring_seconds
@@ -31,6 +34,7 @@ CASES = {
     "slow": "--rate 100mbit --slow-worker 10mbit",
     "lossy": "--rate 100mbit --lossy 0.01",
 }
+TINY = "digits --workers 2 --steps 4 --sync-every 2 --methods ddp,diloco"
 COLUMNS = ("links", "method", "ms a step", "by the model", "exchanging", "ms an exchange",
            "MB, ledger", "MB, kernel", "kernel / ring", "faster than DDP")  # fmt: skip
 
@@ -48,30 +52,43 @@ dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--ring", type=int, metavar="BYTES")
-    chosen = parser.parse_args()
-    if chosen.ring is not None:
-        print(markdown([RING_COLUMNS, *(bare_ring(link, chosen.ring) for link in RING_LINKS)]))
+    add_record_options(parser)
+    args = parser.parse_args()
+    if args.ring is not None:
+        print(markdown([RING_COLUMNS, *(bare_ring(link, args.ring) for link in RING_LINKS)]))
         return
-    results = {name: measured(CASES[name]) for name in chosen.only}
-    print(markdown([COLUMNS, *(row for found in results.values() for row in rows(found))]))
-    for found in results.values():
+    record: dict[str, Any] = provenance("cpu", tiny=args.tiny) | {"cases": {}, "untimed": {}}
+    for name in ["none"] if args.tiny else args.only:
+        found = record["cases"][name] = measured(CASES[name], tiny=args.tiny)
+        record["untimed"][name] = untimed(found)
+        save(record, args.out)
+    cases = record["cases"].values()
+    print(markdown([COLUMNS, *(row for found in cases for row in rows(found))]))
+    for found in cases:
         print(ring(found))
-    if chosen.out is not None:
-        chosen.out.write_text(json.dumps(results, indent=2) + "\n")
+    print(summary(record))
 
 
-def measured(options: str) -> dict[str, Any]:
-    words = f"bench link {COMMON} {options}"
+def untimed(found: dict[str, Any]) -> dict[str, Any]:
+    """What each method handed over, by its ledger: steps, exchanges and bytes."""
+    keys = ("steps", "syncs", "bytes_sent")
+    return {name: [run[key] for key in keys] for name, run in found["methods"].items()}
+
+
+def measured(options: str, *, tiny: bool) -> dict[str, Any]:
+    """Where links cannot be emulated, --tiny goes over loopback; times are then projections."""
+    words = f"bench link {TINY if tiny else COMMON} {options}"
     print(f"palsgd {words}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "palsgd", *words.split(), "--quiet", "--out", folder]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = json.loads((Path(folder) / "link.json").read_text())
-    if found["projected"]:
+    if found["projected"] and not tiny:
         sys.exit(f"nothing was measured: {found['projected']}")
     return {"command": f"palsgd {words}", "load": os.getloadavg()[0]} | found
 
@@ -96,12 +113,17 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{100 * run['communicating']:.0f}%",
             f"{1e3 * run['exchange_s']:.0f}",
             f"{run['bytes_sent'] / 1e6:.1f}",
-            f"{run['kernel_bytes'] / 1e6:.1f}",
-            f"{run['kernel_over_ring']:.3f}",
+            _or_none(run["kernel_bytes"], lambda sent: f"{sent / 1e6:.1f}"),
+            _or_none(run["kernel_over_ring"], lambda ratio: f"{ratio:.3f}"),
             f"{run['speedup_over_ddp']:.2f} x",
         )
         for name, run in found["methods"].items()
     ]
+
+
+def _or_none(value: float | None, words: Callable[[float], str]) -> str:
+    """Over loopback the kernel counts everybody's bytes, and so nobody's."""
+    return "" if value is None else words(value)
 
 
 def ring(found: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """palsgd beside what a user would pick instead, in real processes over the same links.
 
     sudo python bench/peers.py --out bench/results/peers-epyc2.json
-    python bench/peers.py --tiny --rates loopback            # a minute, to see it work
+    python bench/peers.py --tiny                              # half a minute, to see it work
     python bench/peers.py --phases pace --rates 10mbit --contenders ddp,torchft,palsgd-int8
     python bench/peers.py --phases '' --out FILE.json         # its tables again
 
@@ -20,7 +20,8 @@ Phases (--phases, in this order; results are merged into --out):
 
 What compression, overlap and draws cost in loss over several seeds is bench/quality.py's to say.
 Time to target is steps to target (quality) times seconds per step (pace). Peers are installed
-into --peers at run time; EXO Gym, which runs on loopback only, from a checkout (--exogym).
+into --peers at run time, but not with --tiny; EXO Gym, which runs on loopback only, comes from a
+checkout (--exogym). A record that is merged says under "made_at" which commit each phase is of.
 Emulated links need root on Linux; without, only --rates loopback can be had.
 """
 
@@ -36,7 +37,8 @@ from functools import partial
 from math import comb
 from pathlib import Path
 
-from common import machine
+from common import add_record_options, provenance, save
+from common import summary as last_line
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 from contenders import CONTENDERS, Contender
@@ -54,6 +56,11 @@ EXOGYM = "exogym"
 DDP_ROUND = {"10mbit": 3}
 OVERLAP = ("palsgd-int8", "palsgd-int4")
 OVERLAP_H, OVERLAP_DELAY, OVERLAP_RATE = 16, 8, "100mbit"
+TINY = {  # of --tiny, unless it is told otherwise
+    "phases": ("quality",),
+    "rates": (LOOPBACK,),
+    "contenders": ("post-local", "accelerate", "torchft", "localsgd"),
+}
 PAUSE_S = 0.04  # about a gradient step of the full size, four workers on two cores
 
 
@@ -61,15 +68,18 @@ class Bench:
     def __init__(self, args: argparse.Namespace):
         self.args, self.size = args, SIZES["tiny" if args.tiny else "full"]
         self.size_name = "tiny" if args.tiny else "full"
+        self.workers = 2 if args.tiny else WORKERS
         self.found: dict = {}
         if args.out and args.out.exists():
             self.found = json.loads(args.out.read_text())
-        self.found |= {
-            "machine": machine("cpu"),
+        if not args.phases:  # its tables again: the record stays what it is
+            return
+        self.found |= provenance("cpu", tiny=args.tiny) | {
             "peers": versions(args.peers),
-            "commit": commit(),
+            "not_installed": [],
+            "untimed": {},
             "size": dataclasses.asdict(self.size),
-            "workers": WORKERS,
+            "workers": self.workers,
         }
 
     # -- training --------------------------------------------------------------------------------
@@ -83,7 +93,11 @@ class Bench:
 
     def quality(self) -> None:
         for name, contender in self._runnable("quality"):
-            self._keep(tried(partial(self._quality, contender)), "quality", name)
+            found = tried(partial(self._quality, contender))
+            self._keep(found, "quality", name)
+            if "final_loss" in found:
+                keys = ("parameters", "gradient_steps", "final_loss")
+                self.found["untimed"][name] = {key: found[key] for key in keys}
         if self.args.exogym and EXOGYM in self.args.contenders:
             self._keep(tried(partial(self._exogym, self.size.steps)), "quality", EXOGYM)
 
@@ -150,7 +164,7 @@ class Bench:
     def _exogym(self, steps: int) -> dict:
         order = {"source": str(self.args.exogym), "peers": str(self.args.peers)}
         order |= {"size": self.size_name, "steps": steps, "sync_every": self.size.sync_every}
-        order |= {"workers": WORKERS, "outer": CONTENDERS["torchft"].settings["outer"]}
+        order |= {"workers": self.workers, "outer": CONTENDERS["torchft"].settings["outer"]}
         command = [sys.executable, str(HERE / "exogym_diloco.py"), json.dumps(order)]
         timeout = self.args.timeout
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -218,10 +232,13 @@ class Bench:
             reason = contender.package and missing(contender.package, self.args.peers)
             if reason:
                 self._keep({"error": reason}, *where, name)
+                if contender.package not in self.found["not_installed"]:
+                    self.found["not_installed"].append(contender.package)
             else:
                 yield name, contender
 
-    def _run(self, script: str, order: dict, rate: str, workers: int = WORKERS) -> list[dict]:
+    def _run(self, script: str, order: dict, rate: str, workers: int | None = None) -> list[dict]:
+        workers = workers or self.workers
         return run_workers(script, order, workers=workers, rate=rate, timeout=self.args.timeout)
 
     def _keep(self, found: dict, *where: str) -> None:
@@ -230,8 +247,7 @@ class Bench:
             place = place.setdefault(key, {})
         place[where[-1]] = found
         print(f"{' '.join(where)}: {summary(found)}", file=sys.stderr, flush=True)
-        if self.args.out:
-            self.args.out.write_text(json.dumps(self.found, indent=2) + "\n")
+        save(self.found, self.args.out)
 
 
 def tried(call: Callable[[], dict]) -> dict:
@@ -284,10 +300,10 @@ def fitted(seconds: dict[int, float]) -> dict:
     of each hop; and what they give for more workers."""
     import numpy as np
 
-    from palsgd.cluster.network import ring_bytes, ring_hops
+    from palsgd.cluster.network import ring_hops
 
     def terms(workers: int) -> list[float]:
-        return [ring_bytes(workers, 1.0), ring_hops(workers)]
+        return [ring_hops(workers) / workers, ring_hops(workers)]
 
     table, measured = np.array([terms(k) for k in seconds]), np.array(list(seconds.values()))
     costs, *_ = np.linalg.lstsq(table, measured, rcond=None)
@@ -307,12 +323,6 @@ def summary(found: dict) -> str:
     return ", ".join(f"{key} {found[key]}" for key in shown if key in found)
 
 
-def commit() -> str:
-    here = ["git", "-C", str(Path(__file__).parent)]
-    done = subprocess.run([*here, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -321,16 +331,17 @@ def arguments() -> argparse.Namespace:
     lists = {"phases": PHASES[1:], "rates": ("10mbit", "100mbit", LOOPBACK)}
     lists["contenders"] = tuple(everyone)
     for name, default in lists.items():
-        parser.add_argument(f"--{name}", default=",".join(default), help=f"default: {default}")
+        parser.add_argument(f"--{name}", help=f"default: {','.join(default)}")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one untimed")
     parser.add_argument("--scaling-rate", default="100mbit")
-    parser.add_argument("--tiny", action="store_true", help="a toy model, to see everything run")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one run")
-    beside = Path(tempfile.gettempdir(), "palsgd-peers")
-    parser.add_argument("--peers", type=Path, default=beside, help="where peers are installed")
+    parser.add_argument("--peers", type=Path, help="where peers are installed")
     parser.add_argument("--exogym", type=Path, help="a checkout of github.com/exo-explore/gym")
-    parser.add_argument("--out", type=Path, help="JSON to write, merged with what is there")
+    add_record_options(parser)
     args = parser.parse_args()
+    for name, default in (lists | (TINY if args.tiny else {})).items():
+        if getattr(args, name) is None:
+            setattr(args, name, ",".join(default))
     for name, known in (("phases", PHASES), ("contenders", everyone)):
         asked = getattr(args, name).split(",")
         unknown = [each for each in asked if each and each not in known]
@@ -338,16 +349,23 @@ def arguments() -> argparse.Namespace:
             parser.error(f"--{name}: {unknown[0]!r} is unknown; use some of {','.join(known)}")
         setattr(args, name, [each for each in known if each in asked])
     args.rates = args.rates.split(",")
+    if args.peers is None:  # with --tiny: a folder without any
+        args.peers = HERE if args.tiny else Path(tempfile.gettempdir(), "palsgd-peers")
     return args
 
 
 def main() -> None:
     args = arguments()
-    install(args.peers)
+    if not args.tiny:
+        install(args.peers)
     bench = Bench(args)
     for phase in args.phases:
+        bench.found.setdefault("made_at", {})[phase] = bench.found["commit"]
         getattr(bench, phase)()
     print(report(bench.found))
+    if args.phases:
+        print(last_line(bench.found))
+        save(bench.found, args.out)
 
 
 if __name__ == "__main__":

@@ -4,26 +4,29 @@
 
 Four workers train GPT-Neo-8M on TinyStories, with every variant from the same first weights and on
 the same batches of each seed. Figures are losses on the validation set and their ratio to plain
-PALSGD's with the same seed; the spread is over seeds.
+PALSGD's with the same seed; the spread is over seeds. With --tiny they train the tiny GPT-Neo of
+`stories`, for which no data is needed.
 """
 
 import argparse
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine
+from common import add_record_options, provenance, save, summary
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
+from palsgd.lab.workloads.stories import Stories
 from palsgd.lab.workloads.tinystories_gptneo_8m import TinyStoriesGPTNeo8M
 
 WORKERS, RISE = 4, 64
+TINY = dict(warmup_steps=8, sync_every=8)
 OUTER = dict(outer_lr=0.7, outer_momentum=0.5, warmup_steps=64)
 PALSGD = dict(method="PALSGD", mix_prob=0.1, mix_rate=16.0, **OUTER)
 
@@ -73,7 +76,8 @@ def optimizer(
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    task = TinyStoriesGPTNeo8M(data=job["data"], device=job["device"], seed=job["seed"])
+    workload = Stories if job["tiny"] else TinyStoriesGPTNeo8M
+    task = workload(data=job["data"], device=job["device"], seed=job["seed"])
 
     def batches(worker: int) -> Any:
         index = 0
@@ -133,10 +137,12 @@ def table(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--data", required=True, help="folder with TinyStories, or its tokens")
+    parser.add_argument("--data", help="folder with TinyStories, or its tokens")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32)
@@ -144,43 +150,64 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--variants", help="names separated by ';'; all if not given")
     parser.add_argument("--extra", help="more variants, as JSON: {name: settings}")
-    parser.add_argument("--out", type=Path)
+    add_record_options(parser)
     args = parser.parse_args()
+    if args.tiny:
+        args.steps, args.batch, args.seeds, args.variants = 24, 1, 1, "PALSGD;int8"
+    elif args.data is None:
+        parser.error("--data is needed, a folder with TinyStories; --tiny does without")
+    return args
+
+
+def jobs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     variants = VARIANTS | json.loads(args.extra or "{}")
     names = args.variants.split(";") if args.variants else list(variants)
-    jobs = [
+    if args.tiny:
+        variants = {name: settings | TINY for name, settings in variants.items()}
+    return [
         dict(variant=name, settings=variants[name], seed=seed, steps=args.steps, lr=args.lr,
-             batch=args.batch, device=args.device, data=args.data)
+             batch=args.batch, device=args.device, data=args.data, tiny=args.tiny)
         for seed in range(1, args.seeds + 1)
         for name in names
     ]  # fmt: skip
-    found = []
+
+
+def results(jobs: list[dict[str, Any]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """As they come; those of --tiny are too short to be worth processes of their own."""
+    if args.tiny:
+        yield from map(run, jobs)
+        return
     with torch.multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for each in pool.imap_unordered(run, jobs):
-            found.append(each)
-            print(f"{len(found)}/{len(jobs)} {each['variant']}: {each['loss']:.4f}", flush=True)
-            if args.out:  # what is done is kept
-                write(args, found)
-    for row in table(found):
+        yield from pool.imap_unordered(run, jobs)
+
+
+def main() -> None:
+    args = arguments()
+    jobs = jobs_of(args)
+    record = provenance(args.device, tiny=args.tiny) | {
+        "workers": WORKERS,
+        "steps": args.steps,
+        "batch": args.batch,
+        "lr": args.lr,
+        "runs": [],
+        "untimed": {},
+    }
+    for each in results(jobs, args):
+        record["runs"].append(each)
+        print(
+            f"{len(record['runs'])}/{len(jobs)} {each['variant']}: {each['loss']:.4f}", flush=True
+        )
+        record["table"] = table(record["runs"])
+        name = f"{each['variant']}, seed {each['seed']}"
+        record["untimed"][name] = {key: each[key] for key in ("loss", "bytes_sent", "syncs")}
+        save(record, args.out)
+    for row in record["table"]:
         print(
             f"{row['variant']:32} {row['loss']:.4f} +- {row['spread']:.4f}   "
             f"{100 * row['over_plain']:+.2f}% +- {100 * row['over_plain_spread']:.2f}   "
             f"{row['bytes_sent'] / 1e6:.2f} MB"
         )
-
-
-def write(args: argparse.Namespace, found: list[dict[str, Any]]) -> None:
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "machine": machine(args.device),
-        "workers": WORKERS,
-        "steps": args.steps,
-        "batch": args.batch,
-        "lr": args.lr,
-        "runs": found,
-        "table": table(found),
-    }
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(summary(record))
 
 
 if __name__ == "__main__":

@@ -16,17 +16,15 @@ many     R runs of the small CNN with 8 workers in one program, against one run.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine, seconds, settle
+from common import add_record_options, provenance, save, seconds, settle, summary
 from torch import nn
 
 import palsgd
@@ -39,6 +37,8 @@ from palsgd.simulator.stacking_checks import fastest_convolutions
 from palsgd.simulator.vectorized import Vectorized
 
 H, P = 32, 0.25
+GPT_NEO = dict(words=50257, hidden=128, layers=8, heads=8)
+TINY_GPT_NEO = dict(words=64, hidden=16, layers=2, heads=2)
 
 
 @dataclass
@@ -62,6 +62,12 @@ def small_cnn():
     )  # fmt: skip
 
 
+def tiny_cnn():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(196, 10)
+    )  # fmt: skip
+
+
 def image_loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -79,12 +85,13 @@ def images(size, generator):
     )
 
 
-def hugging_face_model():
+def hugging_face_model(words=50257, hidden=128, layers=8, heads=8):
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
     config = GPTNeoConfig(
-        max_position_embeddings=300, hidden_size=128, num_layers=8, num_heads=8,
-        attention_types=[[["global", "local"], 4]],
+        vocab_size=words, max_position_embeddings=300, hidden_size=hidden, num_layers=layers,
+        num_heads=heads, attention_types=[[["global", "local"], layers // 2]],
+        bos_token_id=words - 1, eos_token_id=words - 1,
         resid_dropout=0.0, embed_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     return GPTNeoForCausalLM(config)
@@ -94,6 +101,10 @@ def hugging_face_loss(device, model, batch):
     with torch.autocast(device, torch.bfloat16):
         logits = model(batch[0]).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def own_model(words, hidden, layers, heads):
+    return GPTNeo(vocab=words, positions=300, hidden=hidden, heads=heads, layers=layers)
 
 
 def own_loss(device, model, batch):
@@ -106,9 +117,9 @@ def adamw(model):
     return palsgd.PALSGD(model, inner, sync_every=8, mix_prob=0.1, mix_rate=16.0, max_norm=1.0)
 
 
-def tokens(size, length, generator):
+def tokens(size, length, words, generator):
     shape = (2, size, length)
-    return torch.randint(50257, shape, generator=generator, device=generator.device).unbind()
+    return torch.randint(words, shape, generator=generator, device=generator.device).unbind()
 
 
 def vectorized_step(problem, workers, compiled=False, rounds=3, runs=1):
@@ -192,8 +203,13 @@ def line(*cells):
     print(f"| {' | '.join(c if isinstance(c, str) else f'{c:.2f}' for c in cells)} |", flush=True)
 
 
+def cnn_problem(args):
+    model = tiny_cnn if args.tiny else small_cnn
+    return Problem(model, image_loss, momentum_sgd, partial(images, args.batch), args.device)
+
+
 def measure_cnn(args):
-    problem = Problem(small_cnn, image_loss, momentum_sgd, partial(images, args.batch), args.device)
+    problem = cnn_problem(args)
     header("workers", "loop ms", "vectorized ms", "compiled ms", "CUDA graphs ms",
            "joint + state ms", "x loop", "x limit", "GB as it is", "GB compiled")  # fmt: skip
     modes = {"vectorized": False, "compiled": True, "graphs": "reduce-overhead"}
@@ -228,11 +244,18 @@ def measure_cnn(args):
 def measure_gpt_neo(args):
     workers, size, length = args.gpt_neo
     header("GPT-Neo-8M", "ms", "M tokens/s", "x Hugging Face loop", "GB")
-    batch = partial(tokens, size, length)
+    model = TINY_GPT_NEO if args.tiny else GPT_NEO
+    batch = partial(tokens, size, length, model["words"])
     theirs = Problem(
-        hugging_face_model, partial(hugging_face_loss, args.device), adamw, batch, args.device
+        partial(hugging_face_model, **model),
+        partial(hugging_face_loss, args.device),
+        adamw,
+        batch,
+        args.device,
     )
-    ours = Problem(GPTNeo, partial(own_loss, args.device), adamw, batch, args.device)
+    ours = Problem(
+        partial(own_model, **model), partial(own_loss, args.device), adamw, batch, args.device
+    )
     cases = {
         "loop, Hugging Face's model": lambda: (exact_step(theirs, workers), 0),
         "loop, our model": lambda: (exact_step(ours, workers), 0),
@@ -254,7 +277,7 @@ def measure_gpt_neo(args):
 
 
 def measure_many(args):
-    problem = Problem(small_cnn, image_loss, momentum_sgd, partial(images, args.batch), args.device)
+    problem = cnn_problem(args)
     header("runs of 8 workers", "ms a step", "x one run", "GB")
     one = None
     for runs in args.runs:
@@ -284,8 +307,11 @@ def arguments():
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--out", type=Path)
+    add_record_options(parser)
     args = parser.parse_args()
+    if args.tiny:
+        args.workers, args.runs, args.batch, args.gpt_neo = [2], [1], 1, [2, 1, 8]
+        args.rounds, args.no_compile, args.device = 1, True, "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; use --device cpu")
     return args
@@ -294,14 +320,33 @@ def arguments():
 def main():
     args = arguments()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    print(f"{machine(args.device)['device']}, torch {torch.__version__}, TF32")
-    found = {"machine": machine(args.device)}
+    record = provenance(args.device, tiny=args.tiny) | {"untimed": untimed()}
+    print(f"{record['machine']['device']}, torch {torch.__version__}, TF32")
     for part in args.part:
-        rows = found[part] = []
+        rows = record[part] = []
         for row in PARTS[part](args):
             rows.append(row)
-            if args.out:
-                args.out.write_text(json.dumps(found, indent=2) + "\n")
+            save(record, args.out)
+    print(summary(record))
+
+
+def untimed():
+    """Both engines train a tiny CNN of two workers for a round, on a CPU, to the same weights."""
+    problem = Problem(tiny_cnn, image_loss, momentum_sgd, partial(images, 4), "cpu")
+    exact, stacked = (engine_end(problem, vectorize) for vectorize in (False, True))
+    pairs = list(zip(exact.model.parameters(), stacked.model.parameters(), strict=True))
+    return {
+        "parameters": sum(x.numel() for x, _ in pairs),
+        "gradient steps": [exact.ledger.gradient_steps, stacked.ledger.gradient_steps],
+        "engines agree": all(torch.allclose(x, y, rtol=1e-3, atol=1e-5) for x, y in pairs),
+    }
+
+
+def engine_end(problem, vectorize):
+    return palsgd.simulate(
+        workers=2, steps=H, model=problem.model, loss=problem.loss, data=problem.batches,
+        method=problem.method, vectorize=vectorize, progress=False,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,30 +3,40 @@
     python bench/step.py                       # CPU, or the GPU where there is one
     python bench/step.py --device cpu --model gpt-neo-8m --out step.json
 
-Four questions: a mixing step over its memory floor; a round over the bare inner optimizer,
-without the network; a sync over the bare all-reduce of the same bytes, in real gloo processes;
-peak memory over the bare inner optimizer.
+Four questions: step() without a sync over the bare inner step, in CPU time of one thread; a mixing
+step over its memory floor; a round over the bare inner optimizer, without the network; peak memory
+over the bare inner optimizer. What a sync costs is bench/sync.py's to say.
 """
 
 import argparse
 import json
-import os
 import resource
 import statistics
+import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import SIZES, gpt_neo_tensors, interleaved, machine, settle, table
+from common import (
+    SIZES,
+    add_record_options,
+    gpt_neo_tensors,
+    interleaved,
+    mixing_step,
+    provenance,
+    save,
+    settle,
+    summary,
+    table,
+)
+from torch import nn
 
 import palsgd
-from palsgd.replica import mix_
 
 H, P, LR, ETA = 64, 0.1, 1e-3, 16.0
+IDLE_LR, BLOCK = 1e-4, 200  # steps of a block, which are timed together
+LAUNCHES = 5
 
 
 def build(model, transport=None, sync_every=H):
@@ -42,6 +52,62 @@ def with_gradients(model):
     return model
 
 
+def idle_step(launches, blocks):
+    """step() without a sync over the bare SGD step of an 8 x 8 Linear: medians over processes.
+
+    A process of its own for each launch, as where its objects happen to lie in memory changes the
+    figure by more than its blocks differ among themselves.
+    """
+    command = [sys.executable, __file__, "--launch", str(blocks)]
+    found = []
+    for _ in range(launches):
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+        found.append(json.loads(done.stdout))
+    ratios = sorted(each["step_us"] / each["bare_us"] for each in found)
+    return {
+        "launches": found,
+        "bare_us": statistics.median(each["bare_us"] for each in found),
+        "step_us": statistics.median(each["step_us"] for each in found),
+        "step_over_bare": statistics.median(ratios),
+        "least": ratios[0],
+        "most": ratios[-1],
+    }
+
+
+def launch(blocks):
+    """Microseconds of this thread's CPU time for a step of either kind, blocks of them in turn."""
+    torch.set_num_threads(1)
+    bare_model, model = small_model(), small_model()
+    bare = torch.optim.SGD(bare_model.parameters(), lr=IDLE_LR)
+    opt = palsgd.DiLoCo(
+        model,
+        torch.optim.SGD(model.parameters(), lr=IDLE_LR),
+        sync_every=10**6,
+        transport=palsgd.Alone(),
+    )
+    opt.step(), bare.step()  # the first one opens the local phase
+    times = {"bare_us": [], "step_us": []}
+    for _ in range(blocks):
+        for name, step in (("bare_us", bare.step), ("step_us", opt.step)):
+            start = time.thread_time()
+            for _ in range(BLOCK):
+                step()
+            times[name].append((time.thread_time() - start) / BLOCK * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()} | {
+        "steps": opt.clock,
+        "syncs": opt.ledger.syncs,
+        "equal_weights": all(
+            torch.equal(x, y)
+            for x, y in zip(model.parameters(), bare_model.parameters(), strict=True)
+        ),
+    }
+
+
+def small_model():
+    torch.manual_seed(0)
+    return with_gradients(nn.Linear(8, 8))
+
+
 def mixing(name, device, repeats):
     """One mixing step over reading x and the anchor and writing x at the copy bandwidth."""
     local = [p.detach() for p in gpt_neo_tensors(name, device)]
@@ -49,6 +115,7 @@ def mixing(name, device, repeats):
     elements = sum(t.numel() for t in local)
     flat, flat_anchor = torch.randn(elements, device=device), torch.randn(elements, device=device)
     source, target = torch.randn(2, elements, device=device)
+    mix = mixing_step()
 
     def python_loop():
         for x, a in zip(local, anchor, strict=True):
@@ -57,7 +124,7 @@ def mixing(name, device, repeats):
     times = interleaved(
         {
             "copy": lambda: target.copy_(source),
-            "mixing": lambda: mix_(local, anchor, 0.01),
+            "mixing": lambda: mix(local, anchor, 0.01),
             "python loop": python_loop,
             "one flat buffer": lambda: flat.lerp_(flat_anchor, 0.01),
         },
@@ -114,63 +181,12 @@ def round_overhead(name, device, repeats):
         "mix_prob": P,
         "rounds": repeats,
         "realised_p": opt.ledger.realised_p,
+        "gradient_steps": opt.gradient_steps,
+        "syncs": opt.ledger.syncs,
         "bare_step_ms": total["same steps"] / repeats / H * 1e3,
         "round_over_bare_round": total["palsgd"] / total["same steps"],
         "round_over_same_gradients": total["palsgd"] / total["same gradients"],
     }
-
-
-def sync_ratio(name, processes, repeats):
-    """A whole sync over dist.all_reduce of one flat tensor of the same bytes, over gloo."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_sync_worker, (processes, name, repeats, folder), nprocs=processes)
-        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
-    # a collective takes as long as its slowest rank
-    slowest = {
-        key: [max(times) for times in zip(*(f[key] for f in found), strict=True)]
-        for key in found[0]
-    }
-    ratios = [s / b for s, b in zip(slowest["sync"], slowest["all-reduce"], strict=True)]
-    return {
-        "processes": processes,
-        "repeats": repeats,
-        "all_reduce_ms": statistics.median(slowest["all-reduce"]) * 1e3,
-        "sync_ms": statistics.median(slowest["sync"]) * 1e3,
-        "of_which_exchange_ms": statistics.median(slowest["exchange"]) * 1e3,
-        "sync_over_all_reduce": statistics.median(ratios),
-    }
-
-
-def _sync_worker(rank, processes, name, repeats, folder):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(max(1, os.cpu_count() // processes))
-    store = dist.FileStore(f"{folder}/store", processes)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    torch.manual_seed(0)
-    model = with_gradients(gpt_neo_tensors(name, "cpu"))
-    opt = build(model)
-    opt.run_until(10**9)  # opens the local phase
-    same_bytes = torch.randn(opt._core.replica.layout.size + opt._core.roll_call.size)
-    times = {"all-reduce": [], "sync": [], "exchange": []}
-    calls = {
-        "all-reduce": lambda: dist.all_reduce(same_bytes),
-        "sync": lambda: opt._drive(opt._core._sync()),
-    }
-    for repeat in range(repeats + 1):
-        for p in model.parameters():
-            p.data.add_(1e-3 * (rank + 1))
-        same_bytes.normal_()
-        for key, call in calls.items():
-            dist.barrier()
-            start = time.perf_counter()
-            with torch.no_grad():
-                call()
-            if repeat:  # the first is a warm-up
-                times[key].append(time.perf_counter() - start)
-        if repeat:
-            times["exchange"].append(opt.ledger.history[-1]["exchange_s"])
-    Path(folder, f"{rank}.json").write_text(json.dumps(times))
-    dist.destroy_process_group()
 
 
 def peak_memory(name, device):
@@ -184,6 +200,7 @@ def peak_memory(name, device):
         peaks[who], elements = ours.recv()
         child.join()
     return {
+        "elements": elements,
         "bare_mb": peaks["bare"] / 1e6,
         "extra_models": (peaks["palsgd"] - peaks["bare"]) / (4 * elements),
         "of_which": "1 anchor + 1 momentum of the outer optimizer + 1 bucket of 128 MiB",
@@ -207,40 +224,65 @@ def _memory_worker(pipe, who, name, device):
     pipe.send((peak, elements))
 
 
-def main():
+def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--model", choices=list(SIZES), help="default: 125m on a GPU, 8m on a CPU")
-    parser.add_argument(
-        "--processes", type=int, default=4, help="gloo processes of the sync figure"
-    )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--launch", type=int, metavar="BLOCKS", help=argparse.SUPPRESS)
+    add_record_options(parser)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; use --device cpu")
-    name = args.model or ("gpt-neo-125m" if args.device == "cuda" else "gpt-neo-8m")
-    result = {
-        "machine": machine(args.device),
-        "model": name,
-        "mixing": mixing(name, args.device, 5 * args.repeats),
-        "round": round_overhead(name, args.device, args.repeats),
-        "sync": {"model": "gpt-neo-8m"} | sync_ratio("gpt-neo-8m", args.processes, args.repeats),
-        "memory": peak_memory("gpt-neo-125m", args.device),
+    if args.tiny:
+        args.model, args.repeats = "tiny", 2
+    args.model = args.model or ("gpt-neo-125m" if args.device == "cuda" else "gpt-neo-8m")
+    return args
+
+
+def main():
+    args = arguments()
+    if args.launch:
+        print(json.dumps(launch(args.launch)))
+        return
+    record = provenance(args.device, tiny=args.tiny) | {
+        "model": args.model,
+        "idle": idle_step(1 if args.tiny else LAUNCHES, 2 if args.tiny else 100),
+        "mixing": mixing(args.model, args.device, 5 * args.repeats),
+        "round": round_overhead(args.model, args.device, args.repeats),
+        "memory": peak_memory("tiny" if args.tiny else "gpt-neo-125m", args.device),
     }
-    print(f"{result['machine']['device']}, torch {torch.__version__}, tensors of {name}")
-    print(report(result))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    record["untimed"] = untimed(record)
+    print(f"{record['machine']['device']}, torch {torch.__version__}, tensors of {args.model}")
+    print(report(record))
+    print(summary(record))
+    save(record, args.out)
 
 
-def report(result):
-    mix, round_, sync, memory = (result[k] for k in ("mixing", "round", "sync", "memory"))
+def untimed(record):
+    launches = record["idle"]["launches"]
+    return {
+        "elements": record["mixing"]["elements"],
+        "idle steps": launches[0]["steps"],
+        "idle syncs": launches[0]["syncs"],
+        "idle weights equal the bare ones": all(each["equal_weights"] for each in launches),
+        "gradient steps of the rounds": record["round"]["gradient_steps"],
+        "syncs of the rounds": record["round"]["syncs"],
+    }
+
+
+def report(record):
+    idle, mix, round_, memory = (record[k] for k in ("idle", "mixing", "round", "memory"))
     return table(
         [
+            (
+                "step() without a sync",
+                f"{idle['step_over_bare']:.2f} x ({idle['least']:.2f} to {idle['most']:.2f})",
+                f"bare SGD step of an 8 x 8 Linear ({idle['bare_us']:.1f} us)",
+            ),
             ("mixing step", f"{mix['mixing_over_floor']:.2f} x", "memory floor"),
             ("  a Python loop instead", f"{mix['python_loop_over_floor']:.2f} x", "memory floor"),
             ("  one flat buffer instead", f"{mix['flat_buffer_over_floor']:.2f} x", "memory floor"),
@@ -255,11 +297,10 @@ def report(result):
                 "bare steps, as many as gradients",
             ),
             (
-                f"sync, {sync['processes']} gloo processes",
-                f"{sync['sync_over_all_reduce']:.2f} x",
-                "bare all-reduce of the same bytes",
+                "extra peak memory",
+                f"{memory['extra_models']:.2f}",
+                f"fp32 models of {memory['elements']:,}",
             ),
-            ("extra peak memory", f"{memory['extra_models']:.2f}", "fp32 models (125m)"),
         ]
     )
 

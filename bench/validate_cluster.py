@@ -8,6 +8,7 @@ gloo and palsgd's own optimizers. A gradient is a sleep, in the forward pass and
 the backward pass, as two cores cannot compute for eight workers at once: it stands for a device
 that leaves its host's cores alone. What the prediction knows was measured without a link: the step
 time, and what a sync takes over loopback; the rest is nominal rate, latency and the model's size.
+Where links cannot be emulated, --tiny has its two workers meet over loopback.
 """
 
 import argparse
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import machine
+from common import add_record_options, provenance, save, summary
 from torch import Tensor, nn
 
 import palsgd
 from palsgd.cluster import Cluster, TimeSimulation, Work
 from palsgd.cluster.gradient_counts import Planned
 from palsgd.lab.links import Link, Network, unavailable
+from palsgd.lab.links.processes import run_on_loopback
 
 LAYERS, WIDTH = 8, 131_072  # a million parameters
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of a gradient
@@ -57,6 +59,7 @@ NETWORKS: list[tuple[int, str, float, tuple[str, ...]]] = [
     (4, "20mbit", 20.0, ("diloco H=4", "palsgd H=32 p=0.25")),
     (6, "50mbit", 10.0, ("ddp", "diloco H=16", "palsgd H=16 p=0.1 delay=8")),
 ]  # fmt: skip
+TINY_NETWORKS = [(2, "100mbit", 0.0, ("diloco H=4", "palsgd H=16 p=0.1 delay=8"))]
 
 
 # -- a worker ------------------------------------------------------------------------------------
@@ -139,6 +142,8 @@ def work(names: list[str]) -> None:
 
 def measured(workers: int, link: Link, names: tuple[str, ...]) -> dict[str, Any]:
     command = [sys.executable, __file__, "--work", ",".join(names)]
+    if unavailable():  # only --tiny comes this far then
+        return json.loads(run_on_loopback(command, workers, timeout=400)[0].stdout)
     paths = f"{Path(palsgd.__file__).parent.parent}:{Path(__file__).parent}"
     with Network(workers=workers, link=link) as network:
         done = network.run(command, env={"PYTHONPATH": paths}, timeout=400)
@@ -170,9 +175,9 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
         workers=workers, step=step, sync=sync, rate=link.rate or "1000gbit",
         latency=link.delay_ms / 1e3, all_reduce="gloo", overlap=BACKWARD / (FORWARD + BACKWARD),
     )  # fmt: skip
-    machine = TimeSimulation(
-        cluster, Work.of(opt), end=steps_of(job), counts=Planned(opt.method, workers)
-    )
+    work = Work.of(opt)
+    counts = Planned(opt.method, workers, work.stops)
+    machine = TimeSimulation(cluster, work, end=steps_of(job), counts=counts)
     machine.run_until(steps_of(job))
     return list(zip(machine.projection.clocks, machine.projection.times, strict=True))
 
@@ -192,13 +197,11 @@ def _quartile(times: list[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def rows(only: int | None) -> Iterator[dict[str, Any]]:
+def rows(networks: list[tuple[int, str, float, tuple[str, ...]]]) -> Iterator[dict[str, Any]]:
     alone: dict[int, Any] = {}
-    for workers, rate, delay, names in NETWORKS:
-        if only not in (None, workers):
-            continue
+    for workers, rate, delay, names in networks:
         if workers not in alone:
-            every = {n for k, _, _, found in NETWORKS if k == workers for n in found}
+            every = {n for k, _, _, found in networks if k == workers for n in found}
             alone[workers] = measured(workers, Link(), tuple(sorted(every)))
         link = Link(rate=rate, delay_ms=delay)
         found = measured(workers, link, names)
@@ -211,36 +214,57 @@ def rows(only: int | None) -> Iterator[dict[str, Any]]:
             yield {
                 "workers": workers, "rate": rate, "latency_ms": delay, "method": name,
                 "measured_s": real, "predicted_s": guess, "error": guess / real - 1,
+                "exchanges": len(model),
+                "same_clocks": [at for at, _ in found[name]["arrivals"]] == [at for at, _ in model],
             }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", type=int, help="networks with so many workers")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(options.work.split(","))
-        return
-    if reason := unavailable():
+    add_record_options(parser)
+    args = parser.parse_args()
+    if not args.work and not args.tiny and (reason := unavailable()):
         sys.exit(f"no emulated links here: {reason}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    if args.work:
+        work(args.work.split(","))
+        return
+    networks = TINY_NETWORKS if args.tiny else NETWORKS
+    record: dict[str, Any] = provenance("cpu", tiny=args.tiny) | {"rows": [], "untimed": {}}
     print("| K | rate | latency | method | measured | predicted | error |")
     print("|---|---|---|---|---|---|---|")
-    found = []
-    for row in rows(options.only):
-        found.append(row)
+    for row in rows([each for each in networks if args.only in (None, each[0])]):
+        record["rows"].append(row)
+        record |= judged(record["rows"])
         print(
             f"| {row['workers']} | {row['rate']} | {row['latency_ms']:g} ms | {row['method']} | "
             f"{row['measured_s']:.3f} s | {row['predicted_s']:.3f} s | {row['error']:+.1%} |",
             flush=True,
         )
+        save(record, args.out)
+    count, median, worst = len(record["rows"]), record["median"], record["worst"]
+    print(f"\n{count} combinations: median error {median:.1%}, worst {worst:.1%}")
+    print(summary(record))
+
+
+def judged(found: list[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["error"]) for row in found]
-    median, worst = statistics.median(errors), max(errors)
-    print(f"\n{len(found)} combinations: median error {median:.1%}, worst {worst:.1%}")
-    if options.out:
-        result = {"machine": machine("cpu"), "rows": found, "median": median, "worst": worst}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return {
+        "median": statistics.median(errors),
+        "worst": max(errors),
+        "untimed": {
+            "exchanges": [row["exchanges"] for row in found],
+            "at the predicted points of the clock": all(row["same_clocks"] for row in found),
+        },
+    }
 
 
 if __name__ == "__main__":

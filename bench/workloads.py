@@ -18,7 +18,6 @@ workload whose files are missing is left out.
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import interleaved, machine, settle
+from common import add_record_options, interleaved, provenance, save, settle, summary
 from simulate import header, hugging_face_loss, hugging_face_model, line
 from torch import nn
 
@@ -140,6 +139,7 @@ def figures(case: Case, some: list[Any], steps_per_s: dict[str, float]) -> dict[
         "case": case.name,
         "batch": list(inputs.shape[1:]),
         "precision": case.precision,
+        "parameters": sum(p.numel() for p in case.model().parameters()),
         "unit": "tokens" if language else "images",
         "with_data_per_s": units * steps_per_s["data"],
         "same_batch_per_s": units * steps_per_s["same"],
@@ -187,13 +187,13 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--workloads", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--workloads", nargs="+", choices=SIZES, help="default: all; --tiny: two")
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--data", type=Path, help="folder with the data of all workloads")
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
-    parser.add_argument("--tiny", action="store_true", help="a few rows and steps, to see it run")
-    parser.add_argument("--out", type=Path)
+    add_record_options(parser)
     args = parser.parse_args()
+    args.workloads = args.workloads or (["digits", "stories"] if args.tiny else list(SIZES))
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here; use --device cpu")
     return args
@@ -201,14 +201,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    print(f"{machine(args.device)['device']}, torch {torch.__version__}")
+    record: dict[str, Any] = provenance(args.device, tiny=args.tiny) | {"rows": [], "untimed": {}}
+    print(f"{record['machine']['device']}, torch {torch.__version__}")
     header(*COLUMNS)
-    found: dict[str, Any] = {"machine": machine(args.device), "tiny": args.tiny, "rows": []}
     for row in rows(args):
         show(row)
-        found["rows"].append(row)
-        if args.out:
-            args.out.write_text(json.dumps(found, indent=2) + "\n")
+        record["rows"].append(row)
+        record["untimed"][row["case"]] = {key: row[key] for key in ("parameters", "batch")}
+        save(record, args.out)
+    print(summary(record))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,16 @@
-"""torchft's DiLoCo: every worker is a replica group of one process, with a manager of its own.
-
-Worker 0 runs the lighthouse, so that its small messages travel over the same link.
-"""
+"""torchft's DiLoCo: every worker is a replica group of one process, with a manager of its own."""
 
 import logging
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchft_manager import own_address, start_manager
 from trainee import Trainee
-
-TIMEOUT = timedelta(seconds=300)
 
 
 class TorchftDiLoCo(Trainee):
@@ -34,7 +28,6 @@ class TorchftDiLoCo(Trainee):
         super().__init__(*args)
 
     def prepare(self) -> None:
-        from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
         logging.getLogger("torchft").setLevel(logging.ERROR)
@@ -43,25 +36,7 @@ class TorchftDiLoCo(Trainee):
         # torchft tells the others this machine's name. Here one machine plays several, and what
         # reaches this one of them is its address.
         socket.gethostname = lambda: address
-        self.lighthouse, lighthouse_address = meet_at_lighthouse(address)
-        self.store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-        self.manager = Manager(
-            pg=ProcessGroupGloo(timeout=TIMEOUT),
-            load_state_dict=lambda state: None,
-            state_dict=lambda: {},
-            min_replica_size=dist.get_world_size(),
-            use_async_quorum=False,
-            timeout=TIMEOUT,
-            quorum_timeout=TIMEOUT,
-            rank=0,
-            world_size=1,
-            store_addr=address,
-            store_port=self.store.port,
-            lighthouse_addr=lighthouse_address,
-            replica_id=f"worker_{dist.get_rank()}",
-            hostname=address,
-            init_sync=False,  # the first weights are equal
-        )
+        self.manager, self.beside = start_manager(address)
         parts = split(self.net, self.fragments)
         self.diloco = DiLoCo(
             self.manager,
@@ -94,8 +69,7 @@ class TorchftDiLoCo(Trainee):
         self.diloco.__exit__(None, None, None)
         dist.barrier()
         self.manager.shutdown(wait=False)
-        if self.lighthouse is not None:
-            self.lighthouse.shutdown()
+        self.beside.close()
 
 
 def split(net: nn.Module, fragments: int) -> list[nn.Module]:
@@ -110,21 +84,3 @@ def split(net: nn.Module, fragments: int) -> list[nn.Module]:
         parts[min(fragments - 1, int(fragments * (before + size / 2) / total))].append(layer)
         before += size
     return [nn.ModuleList(part) for part in parts]
-
-
-def own_address() -> str:
-    """The address of the interface that the others are reached through."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))
-        return probe.getsockname()[0]
-
-
-def meet_at_lighthouse(address: str) -> tuple[Any, str]:
-    from torchft.coordination import LighthouseServer
-
-    lighthouse, found = None, [""]
-    if dist.get_rank() == 0:
-        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=dist.get_world_size())
-        found = [f"http://{address}:{lighthouse.address().rsplit(':', 1)[1]}"]
-    dist.broadcast_object_list(found)
-    return lighthouse, found[0]

@@ -8,7 +8,7 @@ from palsgd.replica import Replica
 
 
 class Anchor(FlatModel):
-    """The last global model in full precision, in `fragments` parts that are synced on their own."""
+    """The last global model in full precision, in parts that are synced on their own."""
 
     def __init__(self, replica: Replica, fragments: int = 1):
         layout = replica.layout

@@ -78,17 +78,15 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _put_back(
-    value: Any, mesh: Any, device: torch.device, tensors: dict[str, Tensor]
-) -> Any:
+def _put_back(value: Any, mesh: Any, device: torch.device, tensors: dict[str, Tensor]) -> Any:
     """`value` with an empty tensor in place of each Slot, kept in `tensors` to be read into."""
     if isinstance(value, Slot):
         if value.placements is None:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
         else:
-            import torch.distributed.tensor
+            from torch.distributed.tensor import empty
 
-            tensor = torch.distributed.tensor.empty(
+            tensor = empty(
                 value.shape, dtype=value.dtype, device_mesh=mesh, placements=value.placements
             )
         tensors[value.key] = tensor

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from palsgd.method import Facts, Method, Payload, Rate, Rates
+from palsgd.method import Facts, Method, Payload, Rate, Rates, Scalar
 from palsgd.tensors import Reduced, WorkerTensors, highest, lowest
 
 ONCE = ("plan", "length", "gradient_share", "apply", "restart", "weights", "global_model")
@@ -27,10 +27,21 @@ def composed(method: Any) -> Method:
         users = [m for m in method if m.overrides(slot)]
         if len(users) > 1:
             raise ValueError(
-                f"{users[0]} and {users[1]} both have a {slot} of their own, and there can be one; "
+                f"{users[0]} and {users[1]} both override {slot}, which one method alone decides; "
                 "use one of them"
             )
-    return Composed(methods=tuple(method))
+    found = Composed(methods=tuple(method))
+    _check_names(found)
+    return found
+
+
+def _check_names(method: "Composed") -> None:
+    """Two states of one name would be one state that two methods write."""
+    entries = [*method.local_state, *method.global_state]
+    names = [entry.name if isinstance(entry, Scalar) else entry for entry in entries]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two methods of {method} keep a state called {twice!r}; rename one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,10 @@ class Composed(Method):
     def check(self, rates: Sequence[float]) -> None:
         for method in self.methods:
             method.check(rates)
+
+    def check_run(self, inner: Optimizer, workers: int) -> None:
+        for method in self.methods:
+            method.check_run(inner, workers)
 
     def before_gradient(self, w: WorkerTensors) -> None:
         for method in self.methods:

@@ -75,9 +75,7 @@ class Guard:
         whole = torch.tensor([digest, not finite], device=device)
         self._combine(whole)
         total, broken = whole.tolist()
-        return WorkerReport(
-            total & 0xFFFFFFFF, not broken, meter.exchange_s, meter.sync_s, step_s
-        )
+        return WorkerReport(total & 0xFFFFFFFF, not broken, meter.exchange_s, meter.sync_s, step_s)
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)

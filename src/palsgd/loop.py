@@ -17,10 +17,10 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
     cuts a round short, that round is synced at the end. The epoch that samplers are told goes
     on after a resume; the place within it is the loader's to restore.
     """
-    steps = check_int("steps", steps)
+    steps, worker = check_int("steps", steps), opt._worker
     opt.run_until(steps)
     while opt.clock < steps:
-        _set_epoch(loader, opt._worker.at.epoch)
+        _set_epoch(loader, worker.at.epoch)
         empty = True
         for batch in loader:
             empty = False
@@ -29,11 +29,11 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
                 return
         if empty:
             raise ValueError(
-                f"the loader ran dry at clock {opt.clock} of {steps} (pass {opt._worker.at.epoch} over "
+                f"the loader ran dry at clock {opt.clock} of {steps} (pass {worker.at.epoch} over "
                 "it gave no batch); give a loader that can be iterated again, such as a "
                 "DataLoader or a list"
             )
-        opt._worker.at.epoch += 1
+        worker.at.epoch += 1
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -77,7 +77,8 @@ class Method:
     - each name in `local_state` and `global_state` as an attribute (`w.control`);
     - `w.inner[name]`: the inner optimizer's tensors of that name;
     - `w.groups`: the indices of the tensors of each parameter group;
-    - `w.gradient_steps` and `w.rate_sums`: what the worker did since this part's last sync.
+    - `w.gradient_steps` and `w.rate_sums`: what the worker did since this part's last sync;
+    - `w.rates`: the learning rate of each tensor in the last step before the sync.
 
     Example:
         >>> import torch, palsgd
@@ -123,6 +124,10 @@ class Method:
 
     def check(self, rates: Sequence[float]) -> None:
         """Raise a ValueError for learning rates this method cannot work with."""
+
+    def check_run(self, inner: Optimizer, workers: int) -> None:
+        """Raise a ValueError for an inner optimizer, or a number of workers, that this method
+        cannot work with."""
 
     # -- between syncs -------------------------------------------------------------------------
 

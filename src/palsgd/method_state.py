@@ -1,21 +1,25 @@
 """What a method keeps beside the model: tensors like the model, and numbers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.anchor import digest
 from palsgd.flat import FlatModel
 from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
-from palsgd.tensors import WorkerTensors
+from palsgd.tensors import RESERVED, WorkerTensors
 
 
 class MethodState:
     """Each worker's own state (`local`) and the one that all workers share (`common`)."""
 
     def __init__(self, method: Method, replica: Replica, ranges: list[range]):
+        check_names(method)
+
         def new() -> FlatModel:
             return FlatModel(replica.layout, ranges, dtype=replica.dtype, device=replica.device)
 
@@ -28,7 +32,7 @@ class MethodState:
     def sources(self, fragment: int | None) -> dict[str, Callable[[], Any]]:
         """The tensors by name, of the whole model or of a fragment."""
         return {
-            name: (lambda kept=kept: kept.views if fragment is None else kept.pieces(fragment))
+            name: partial(_tensors, kept, fragment)
             for name, kept in (self.local | self.common).items()
         }
 
@@ -52,3 +56,18 @@ class MethodState:
         """Of what all workers must hold alike."""
         kept = self.common.values()
         return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
+
+
+def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:
+    return kept.views if fragment is None else kept.pieces(fragment)
+
+
+def check_names(method: Method) -> None:
+    """Raise for a state that has the name of something else that rules find in `w`."""
+    for entry in (*method.local_state, *method.global_state):
+        name = entry if isinstance(entry, str) else entry.name
+        if hasattr(WorkerTensors, name) or name in RESERVED:
+            raise ValueError(
+                f"{method} has a state {name!r}, which w.{name} already means something else for; "
+                "give it another name"
+            )

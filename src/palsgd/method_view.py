@@ -1,6 +1,7 @@
 """How a worker's tensors are shown to the rules of its method."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class MethodView:
         sources = self.states.sources(None) | {
             "local": self.replica.local,
             "anchor": lambda: self.anchor.views,
-            "inner": lambda: InnerState(self._inner, self.replica.params, lambda tensors: tensors),
+            "inner": lambda: InnerState(
+                self._inner, self.replica.params, lambda tensors: tensors, lambda *_: None
+            ),
         }
         return self._made(sources, groups=self.replica.groups, **known)
 
@@ -48,7 +51,7 @@ class MethodView:
         have = [i for i, p in enumerate(self.replica.params) if p.grad is not None]
         local, params = self.replica.local(), self.replica.params
         sources: dict[str, Callable[[], Any]] = {
-            name: (lambda source=source: [source()[i] for i in have])
+            name: partial(_chosen, source, have)
             for name, source in self.states.sources(None).items()
         }
         sources |= {
@@ -62,6 +65,8 @@ class MethodView:
         self,
         fragment: int,
         local: Callable[[], list[Tensor]],
+        *,
+        rates: Sequence[float],
         rate_sums: Sequence[float],
         **known: Any,
     ) -> WorkerTensors:
@@ -72,10 +77,14 @@ class MethodView:
         def cut(tensors: list[Tensor]) -> list[Tensor]:
             return self.anchor.pieces_of(fragment, tensors)
 
+        def put_back(pieces: list[Tensor], tensors: list[Tensor]) -> None:
+            self.anchor.put_back(fragment, pieces, tensors)
+
         sources = self.states.sources(fragment) | {
             "local": local,
             "anchor": lambda: self.anchor.pieces(fragment),
-            "inner": lambda: InnerState(self._inner, params, cut),
+            "inner": lambda: InnerState(self._inner, params, cut, put_back),
+            "rates": lambda: [rates[g] for g in group_of],
             "rate_sums": lambda: [rate_sums[g] for g in group_of],
         }
         return self._made(sources, groups=self._groups(group_of), **known)
@@ -113,6 +122,11 @@ class MethodView:
         return float(total.sqrt())
 
 
+def _chosen(source: Callable[[], list[Tensor]], have: list[int]) -> list[Tensor]:
+    tensors = source()
+    return [tensors[i] for i in have]
+
+
 class InnerState:
     """The inner optimizer's tensors by name. Those that it has not made yet are missing."""
 
@@ -121,20 +135,36 @@ class InnerState:
         inner: Optimizer,
         params: list[Tensor],
         cut: Callable[[list[Tensor]], list[Tensor]],
+        put_back: Callable[[list[Tensor], list[Tensor]], None],
     ):
-        self._inner, self._params, self._cut = inner, params, cut
+        self._inner, self._params, self._cut, self._put_back = inner, params, cut, put_back
+        self._shown: list[tuple[list[Tensor], list[Tensor]]] = []  # pieces, and what they are of
 
     def __contains__(self, name: str) -> bool:
         return self._found(name) is not None
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """One tensor per parameter; an empty list if the inner optimizer has none of that name."""
+        """One tensor per parameter; an empty list if the inner optimizer has none of that name.
+        Zeros stand for a parameter that has none: it never had a gradient, or belongs to an
+        optimizer of another kind. What is written into them is lost."""
         found = self._found(name)
-        return [] if found is None else self._cut(found)
+        if found is None:
+            return []
+        pieces = self._cut(found)
+        self._shown.append((pieces, found))
+        return pieces
+
+    def put_back(self) -> None:
+        """Write pieces that had to be copied back into the inner optimizer's tensors."""
+        for pieces, tensors in self._shown:
+            self._put_back(pieces, tensors)
 
     def _found(self, name: str) -> list[Tensor] | None:
         state = self._inner.state
         tensors = [state[p].get(name) if p in state else None for p in self._params]
-        if not all(isinstance(t, Tensor) for t in tensors):
+        if not any(isinstance(t, Tensor) for t in tensors):
             return None
-        return [local_tensor(t) for t in tensors]  # type: ignore[arg-type]
+        return [
+            local_tensor(t if isinstance(t, Tensor) else torch.zeros_like(p))
+            for t, p in zip(tensors, self._params, strict=True)
+        ]

@@ -1,12 +1,19 @@
 """The size of what workers exchange. No other module computes the bytes of a message."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch import nn
+
+from palsgd.buffers import Buffers
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import message_bytes
-from palsgd.method import Payload
+from palsgd.flat import split_evenly
+from palsgd.method import Method, Payload, state_names, state_scalars
+from palsgd.tensors import WorkerTensors
 
 if TYPE_CHECKING:
     from palsgd.worker import Worker
@@ -44,6 +51,90 @@ class MessageSize(NamedTuple):
     gathered: bool  # are all workers' values gathered instead of averaged?
 
 
+class Sent(NamedTuple):
+    """One message: the bytes that a worker hands over, and how they travel."""
+
+    bytes: int
+    gathered: bool  # to every other worker, instead of into a mean
+    coded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSize:
+    """What the payload of a method consists of."""
+
+    parts: tuple[PartSize, ...] = (PartSize(displacement=True),)
+    gathered: bool = False  # are all values gathered instead of averaged?
+    scalars: int = 0
+    whole: bool = False  # must a fragment travel in one message?
+
+    @classmethod
+    def of(cls, method: Method) -> "MethodSize":
+        """Asks the method for its payload of a model of one number."""
+        slots = ("payload", "apply", "restart", "weights")
+        payload = method.payload(_one_number(method))
+        return cls(
+            parts=part_sizes(payload),
+            gathered=method.overrides("weights"),
+            scalars=scalar_count(payload),
+            whole=any(method.overrides(slot) for slot in slots),
+        )
+
+
+def part_sizes(payload: Payload) -> tuple[PartSize, ...]:
+    return tuple(
+        PartSize(part.coded, part.reduction == "gather", part.every, part.tensors is None)
+        for part in payload.parts
+    )
+
+
+def scalar_count(payload: Payload) -> int:
+    """With the weight of a worker, where some part is weighted."""
+    weighted = any(part.reduction == "weighted" for part in payload.parts)
+    return len(payload.scalars) + weighted
+
+
+def _one_number(method: Method) -> WorkerTensors:
+    """A worker whose model is one number."""
+    entries = (*method.local_state, *method.global_state)
+    tensors = {name: [torch.zeros(1)] for name in ("local", "anchor", *state_names(entries))}
+    return WorkerTensors(
+        {},
+        **tensors,
+        **state_scalars(entries),
+        groups=[[0]],
+        inner=defaultdict(list),
+        gradient_steps=1,
+        rates=[1.0],
+        rate_sums=[1.0],
+        initial_rates=[1.0],
+        worker=0,
+        workers=1,
+        round=0,
+        _norm=lambda tensors: 0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What of a model travels."""
+
+    parameters: int  # that are trained
+    tensors: int = 0  # they are in
+    buffers: int = 0  # numbers that its buffers become
+
+    @classmethod
+    def of(cls, model: nn.Module, buffers: str = "average") -> "ModelSize":
+        """Of any model, also one on the meta device."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        kept = Buffers(model, buffers)
+        return cls(
+            parameters=sum(p.numel() for p in trained),
+            tensors=len(trained),
+            buffers=kept.encoded_size if kept.averaged else 0,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PayloadSize:
     """The bytes that one worker hands over, message by message."""
@@ -62,6 +153,32 @@ class PayloadSize:
     gathered: bool = False  # are all values gathered instead of averaged?
     parts: Sequence[PartSize] = field(default_factory=tuple)  # what else travels
 
+    @classmethod
+    def of(
+        cls,
+        model: ModelSize,
+        method: MethodSize,
+        *,
+        workers: int,
+        fragments: int = 1,
+        delay: int = 0,
+        codec: Codec | None = None,
+        whole: bool = False,
+    ) -> "PayloadSize":
+        """Of a model in single precision, under the settings that an optimizer has by default."""
+        return cls(
+            fragments=[len(part) for part in split_evenly(model.parameters, fragments)],
+            workers=workers,
+            whole=whole or method.whole or delay > 0,
+            buffers=model.buffers,
+            tensors=model.tensors,
+            scalars=method.scalars,
+            codec=codec,
+            displacement=False,  # it is among the parts, where it travels
+            gathered=method.gathered,
+            parts=method.parts,
+        )
+
     @property
     def header(self) -> int:
         """Numbers of the header."""
@@ -77,6 +194,10 @@ class PayloadSize:
         sizes[0] += self.header + self.buffers + self.tensors
         return [self._bytes(size, exact=size, codec=None) for size in sizes]
 
+    def ddp(self) -> int:
+        """What a step of the warm-up hands over where a DistributedDataParallel averages."""
+        return 0 if self.workers == 1 else sum(self.fragments) * self.itemsize
+
     def sync(self, fragment: int = 0, round: int = 0) -> list[int]:
         """The messages of one sync."""
         last = fragment == len(self.fragments) - 1
@@ -89,15 +210,22 @@ class PayloadSize:
 
     def gathers(self, round: int = 0, fragment: int = 0) -> list[bool]:
         """For each message of a sync, whether it is gathered instead of averaged."""
-        return [
-            gathered or (codec is not None and codec.gathered)
-            for _, codec, gathered in self._messages(fragment, round)
-        ]
+        return [message.gathered for message in self.messages(fragment, round)]
 
     def on_the_wire(self, fragment: int = 0, round: int = 0) -> int:
         """The bytes that one worker's link carries for one sync."""
-        pairs = zip(self.sync(fragment, round), self.gathers(round, fragment), strict=True)
-        return sum(wire_bytes(sent, self.workers, gathered=gathered) for sent, gathered in pairs)
+        return sum(
+            wire_bytes(sent, self.workers, gathered=gathered)
+            for sent, gathered, _ in self.messages(fragment, round)
+        )
+
+    def messages(self, fragment: int = 0, round: int = 0) -> list[Sent]:
+        """The messages of one sync, and how they travel."""
+        sizes = zip(self.sync(fragment, round), self._messages(fragment, round), strict=True)
+        return [
+            Sent(sent, gathered or (codec is not None and codec.gathered), codec is not None)
+            for sent, (_, codec, gathered) in sizes
+        ]
 
     def _messages(self, fragment: int, round: int) -> list[MessageSize]:
         elements, found = self.fragments[fragment], []
@@ -132,7 +260,6 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
     syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
     memory, guard = worker.warmup.memory, worker.warmup.guard
     payload = payload or Payload()
-    weighted = any(part.reduction == "weighted" for part in payload.parts)
     ranges = [memory.model] if syncer is None else syncer.anchor.ranges
     return PayloadSize(
         fragments=[len(part) for part in ranges],
@@ -142,13 +269,10 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
         whole=syncer is not None and syncer.whole,
         buffers=buffers.encoded_size if buffers.averaged else 0,
         tensors=len(replica.params),
-        scalars=len(payload.scalars) + weighted,
+        scalars=scalar_count(payload),
         report=guard.header.size // guard.workers,
         codec=None if syncer is None else syncer.codec,
         displacement=False,  # it is among the parts, where it travels
         gathered=worker.method.overrides("weights"),
-        parts=[
-            PartSize(part.coded, part.reduction == "gather", part.every, part.tensors is None)
-            for part in payload.parts
-        ],
+        parts=part_sizes(payload),
     )

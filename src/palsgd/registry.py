@@ -26,7 +26,8 @@ class Row:
     mixes: bool = False  # has it steps without data?
     rounds: bool = True  # False: gradients are averaged at every step
     baseline: bool = False  # are the others measured against it?
-    fixed_outer: bool = False  # is the outer step part of the method?
+    fixed_outer: bool = False  # is the outer step part of the method, so that outer= is refused?
+    default: bool = False  # is it compared where nobody says which?
 
     def settings(self) -> list[str]:
         """The names of the method's own settings."""

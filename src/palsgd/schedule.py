@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -59,8 +60,11 @@ def round_plan(
     check_mix_prob(mix_prob)
     check_choice("draws", draws, DRAWS)
     if speeds is not None:
-        raise ValueError(f"speeds={speeds!r} has no effect with draws={draws!r}; leave it out")
-    bounds = _bounds(tuple(stops), steps)
+        raise ValueError(
+            f"speeds={speeds!r} has no meaning with draws={draws!r}, under which workers of any "
+            "speed mix alike; leave it out"
+        )
+    bounds = list(pairwise([0, *check_stops(stops, steps), steps]))
     if mix_prob == 0:
         return [False] * steps
     everyone, own = (round, 0), (round, 1 + worker)
@@ -81,12 +85,18 @@ def round_plan(
     return mixing.tolist()
 
 
-def _bounds(stops: tuple[int, ...], steps: int) -> list[tuple[int, int]]:
-    """The stretches between the stops of a round."""
-    edges = [0, *stops, steps]
-    if any(high <= low for low, high in zip(edges, edges[1:], strict=False)):
-        raise ValueError(f"stops={stops!r} must rise strictly between 0 and sync_every={steps}")
-    return list(zip(edges, edges[1:], strict=False))
+def check_stops(stops: Sequence[int], steps: int) -> list[int]:
+    """`stops` as ints, or a ValueError that says what they must be."""
+    try:
+        found = [check_int("stop", stop, least=1) for stop in stops]
+    except (TypeError, ValueError):
+        found = [steps]
+    if any(stop >= later for stop, later in pairwise([*found, steps])):
+        raise ValueError(
+            f"stops={stops!r} must be whole numbers between 0 and sync_every={steps}, each larger "
+            "than the one before; use those of the fragments and the delay, or () for none"
+        )
+    return found
 
 
 def _uniforms(seed: int, stream: tuple[int, int], count: int) -> np.ndarray:
@@ -170,6 +180,14 @@ class Schedule:
         """The clock at which the round of the step that begins here began."""
         return clock - self.place(clock)[1]
 
+    def steps_of(self, round: int) -> range:
+        """The clocks at which the steps of a round begin, as far as training goes."""
+        at = max(0, bisect_right(self.spans, round, key=lambda s: s.round) - 1)
+        span = self.spans[at]
+        start = span.start + (round - span.round) * span.length
+        stop = start + span.length
+        return range(start, stop if self.end is None else min(stop, self.end))
+
     def length(self, clock: int) -> int:
         """H of the round of the step that begins at this clock."""
         return self.span(clock).length
@@ -197,7 +215,7 @@ class Schedule:
     def stops(self, clock: int) -> tuple[int, ...]:
         """Offsets 0 < s < H at which something is sent or applied in a round like this one."""
         span = self.span(clock)
-        return _stops(span.length, self.fragments, span.delay)
+        return round_stops(span.length, self.fragments, span.delay)
 
     def sends(self, clock: int) -> list[int]:
         """The fragments whose place in their round this clock is."""
@@ -240,13 +258,14 @@ class Schedule:
         if clock < self.warmup:
             return clock + 1
         span, start = self.span(clock), self.round_start(clock)
-        inside = (start + stop for stop in _stops(span.length, self.fragments, span.delay))
+        inside = (start + stop for stop in round_stops(span.length, self.fragments, span.delay))
         found = next((c for c in inside if c > clock and self.due(c)), start + span.length)
         return found if self.end is None or not clock < self.end < found else self.end
 
-    def exchanges(self, end: int) -> Iterator[tuple[int, list[Due]]]:
-        """Every clock up to `end`, where training ends, at which something is due, and what."""
-        schedule, clock = self.with_end(end), 0
+    def exchanges(self, end: int, start: int = 0) -> Iterator[tuple[int, list[Due]]]:
+        """Every clock behind `start` up to `end`, where training ends, at which something is due,
+        and what."""
+        schedule, clock = self.with_end(end), start
         while clock < end:
             clock = schedule.next_due(clock)
             yield clock, schedule.due(clock)
@@ -266,7 +285,7 @@ class Schedule:
         """Clocks of the local phase before this one at which something may be due, latest first."""
         while clock - 1 > self.warmup:
             start, span = self.round_start(clock - 1), self.span(clock - 1)
-            inside = _stops(span.length, self.fragments, span.delay)
+            inside = round_stops(span.length, self.fragments, span.delay)
             yield from (start + stop for stop in reversed(inside) if start + stop < clock)
             if start > self.warmup:
                 yield start
@@ -279,7 +298,9 @@ def _offsets(length: int, fragments: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def _stops(length: int, fragments: int, delay: int) -> tuple[int, ...]:
-    sends = _offsets(length, fragments)
-    lands = ((at + delay) % length for at in sends)
-    return tuple(sorted({stop for stop in (*sends, *lands) if 0 < stop < length}))
+def round_stops(sync_every: int, fragments: int = 1, delay: int = 0) -> tuple[int, ...]:
+    """The steps inside a round after which a fragment is sent or a delayed one is applied. They
+    are the same in every round; the first one and the end of a run make no difference."""
+    sends = _offsets(sync_every, fragments)
+    lands = ((at + delay) % sync_every for at in sends)
+    return tuple(sorted({stop for stop in (*sends, *lands) if 0 < stop < sync_every}))

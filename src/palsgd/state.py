@@ -4,14 +4,12 @@ One table says what the state is: each field's name, whose it is, what it holds,
 from an optimizer and put back. Draws need no state, as plans are pure.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from palsgd.auto_interval import Costs
 from palsgd.codecs.coded_mean import Residue
@@ -19,14 +17,25 @@ from palsgd.flat import FlatModel
 from palsgd.replica import Replica
 from palsgd.schedule import Span
 from palsgd.sharding import is_sharded, local_tensor
+from palsgd.state_0_1 import converted
 from palsgd.sync import Moment, PendingSync, SentPart
-from palsgd.transports.transport import Message
-from palsgd.worker import Progress
-
-if TYPE_CHECKING:
-    from palsgd.optimizer import LocalOptimizer
+from palsgd.transports.transport import Message, Transport
+from palsgd.worker import Progress, Worker
 
 VERSION = 2
+
+
+class Parts(NamedTuple):
+    """What a state is read from and put back into."""
+
+    worker: Worker
+    transport: Transport
+    config: dict[str, Any]
+
+    @property
+    def outer(self) -> Any:
+        """The outer optimizer; None for DDP."""
+        return None if self.worker._syncer is None else self.worker.syncer.outer
 
 
 @dataclass(frozen=True)
@@ -37,27 +46,34 @@ class Field:
     scope: str  # "global": equal on all workers; "worker": each one's own; "rank": of its shards
     kind: str
     meaning: str
-    save: Callable[["LocalOptimizer"], Any]
-    load: Callable[["LocalOptimizer", Any, bool], None]  # optimizer, saved value, strict
+    save: Callable[[Parts], Any]
+    load: Callable[[Parts, Any, bool], None]  # optimizer, saved value, strict
 
 
-def save_state(opt: "LocalOptimizer") -> dict[str, Any]:
-    return {"version": VERSION} | {field.name: field.save(opt) for field in SCHEMA}
+def save_state(of: Parts) -> dict[str, Any]:
+    return {"version": VERSION} | {field.name: field.save(of) for field in SCHEMA}
 
 
-def load_state(opt: "LocalOptimizer", state: dict[str, Any], *, strict: bool) -> None:
+def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
     if "version" not in state:
-        state = converted(state, opt)
+        worker = of.worker
+        state = converted(
+            state,
+            of.config,
+            version=VERSION,
+            sync_every=worker.facts.sync_every,
+            groups=len(worker.inner.optimizer.param_groups),
+        )
     for field in SCHEMA:
-        field.load(opt, state[field.name], strict)
-    opt._worker.resumed()
+        field.load(of, state[field.name], strict)
+    of.worker.resumed()
 
 
 # -- settings ----------------------------------------------------------------------------------
 
 
-def _check_config(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
-    mine = opt.config
+def _check_config(of: Parts, saved: dict[str, Any], strict: bool) -> None:
+    mine = of.config
     differing = [
         f"{name}: saved {saved.get(name)!r}, here {mine.get(name)!r}"
         for name in mine | saved
@@ -79,17 +95,19 @@ def _check_config(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) ->
 # -- progress ----------------------------------------------------------------------------------
 
 
-def _save_progress(opt: "LocalOptimizer") -> dict[str, Any]:
-    worker = opt._worker
-    return asdict(worker.at) | {
+def _save_progress(of: Parts) -> dict[str, Any]:
+    worker = of.worker
+    counts = asdict(worker.at)
+    del counts["clock"]
+    return counts | {
         "spans": [tuple(span) for span in worker.schedule.spans],
         "measuring": worker.interval is not None,
         "costs": [] if worker.interval is None else [asdict(c) for c in worker.interval.costs],
     }
 
 
-def _load_progress(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
-    worker, saved = opt._worker, dict(saved)
+def _load_progress(of: Parts, saved: dict[str, Any], strict: bool) -> None:
+    worker, saved = of.worker, dict(saved)
     spans, measuring = saved.pop("spans"), saved.pop("measuring")
     costs = [Costs(**found) for found in saved.pop("costs")]
     saved["marks"] = [(steps, tuple(sums)) for steps, sums in saved["marks"]]
@@ -100,12 +118,16 @@ def _load_progress(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -
         worker.interval.costs = costs
     elif worker.interval is not None or worker.method.varies_length:
         worker.interval = None
-        _take_spans(opt, [Span(*span) for span in spans])
+        _take_spans(of, [Span(*span) for span in spans])
 
 
-def _take_spans(opt: "LocalOptimizer", spans: list[Span]) -> None:
+def _load_clock(of: Parts, saved: int, strict: bool) -> None:
+    of.worker.at.clock = saved
+
+
+def _take_spans(of: Parts, spans: list[Span]) -> None:
     """Rounds whose lengths were found while training."""
-    worker = opt._worker
+    worker = of.worker
     settled = not worker.method.varies_length
     worker.schedule = replace(worker.schedule, spans=tuple(spans), settled=settled)
     worker.facts = replace(worker.facts, sync_every=spans[-1].length)
@@ -128,21 +150,21 @@ def _load_named(replica: Replica, kept: FlatModel, saved: dict[str, Tensor]) -> 
         view.copy_(local_tensor(saved[name]))
 
 
-def _save_anchor(opt: "LocalOptimizer") -> dict[str, Tensor] | None:
-    worker = opt._worker
+def _save_anchor(of: Parts) -> dict[str, Tensor] | None:
+    worker = of.worker
     return _named(worker.inner.replica, worker.syncer.anchor) if worker.at.has_anchor else None
 
 
-def _load_anchor(opt: "LocalOptimizer", saved: dict[str, Tensor] | None, strict: bool) -> None:
-    worker = opt._worker
+def _load_anchor(of: Parts, saved: dict[str, Tensor] | None, strict: bool) -> None:
+    worker = of.worker
     worker.at.has_anchor = saved is not None and worker._syncer is not None
     if worker.at.has_anchor:
         assert saved is not None
         _load_named(worker.inner.replica, worker.syncer.anchor, saved)
 
 
-def _save_method(opt: "LocalOptimizer") -> dict[str, Any] | None:
-    worker = opt._worker
+def _save_method(of: Parts) -> dict[str, Any] | None:
+    worker = of.worker
     if not worker.at.has_anchor:
         return None
     states, replica = worker.syncer.states, worker.inner.replica
@@ -154,8 +176,8 @@ def _save_method(opt: "LocalOptimizer") -> dict[str, Any] | None:
     }
 
 
-def _load_method(opt: "LocalOptimizer", saved: dict[str, Any] | None, strict: bool) -> None:
-    worker = opt._worker
+def _load_method(of: Parts, saved: dict[str, Any] | None, strict: bool) -> None:
+    worker = of.worker
     if saved is None or not worker.at.has_anchor:
         return
     states, replica = worker.syncer.states, worker.inner.replica
@@ -170,9 +192,9 @@ def _load_method(opt: "LocalOptimizer", saved: dict[str, Any] | None, strict: bo
 # -- optimizers --------------------------------------------------------------------------------
 
 
-def _save_outer(opt: "LocalOptimizer") -> dict[str, Any] | None:
+def _save_outer(of: Parts) -> dict[str, Any] | None:
     """The outer optimizer's state, its tensors marked as shards where the parameters are."""
-    worker = opt._worker
+    worker = of.worker
     if not worker.at.has_anchor:
         return None
     state = worker.syncer.outer.state_dict()
@@ -187,11 +209,11 @@ def _save_outer(opt: "LocalOptimizer") -> dict[str, Any] | None:
     return state
 
 
-def _load_outer(opt: "LocalOptimizer", saved: dict[str, Any] | None, strict: bool) -> None:
-    outer = opt.outer
+def _load_outer(of: Parts, saved: dict[str, Any] | None, strict: bool) -> None:
+    outer = of.outer
     if outer is None:
         return
-    if not opt._worker.at.has_anchor or saved is None:
+    if not of.worker.at.has_anchor or saved is None:
         outer.state.clear()  # it starts empty at the switch
         return
     own = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
@@ -201,13 +223,13 @@ def _load_outer(opt: "LocalOptimizer", saved: dict[str, Any] | None, strict: boo
             group.update(settings)
 
 
-def _save_scheduler(opt: "LocalOptimizer") -> Any:
-    scheduler = opt._worker.inner.scheduler
+def _save_scheduler(of: Parts) -> Any:
+    scheduler = of.worker.inner.scheduler
     return None if scheduler is None else scheduler.state_dict()
 
 
-def _load_scheduler(opt: "LocalOptimizer", saved: Any, strict: bool) -> None:
-    scheduler = opt._worker.inner.scheduler
+def _load_scheduler(of: Parts, saved: Any, strict: bool) -> None:
+    scheduler = of.worker.inner.scheduler
     if scheduler is not None and saved is not None:
         scheduler.load_state_dict(saved)
 
@@ -215,25 +237,25 @@ def _load_scheduler(opt: "LocalOptimizer", saved: Any, strict: bool) -> None:
 # -- what belongs to a rank --------------------------------------------------------------------
 
 
-def _save_rank(opt: "LocalOptimizer") -> dict[str, Any]:
-    syncer = opt._worker._syncer
+def _save_rank(of: Parts) -> dict[str, Any]:
+    syncer = of.worker._syncer
     residues = [] if syncer is None else syncer.residues.items()
     return {
-        _rank(opt): {
+        _rank(of): {
             "residues": [
                 {"fragment": f, "message": m, "own": r.own.clone(), "mean": r.mean.clone()}
                 for (f, m), r in residues
             ],
-            "pending": _save_pending(opt),
+            "pending": _save_pending(of),
         }
     }
 
 
-def _load_rank(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
-    syncer = opt._worker._syncer
+def _load_rank(of: Parts, saved: dict[str, Any], strict: bool) -> None:
+    syncer = of.worker._syncer
     if syncer is None:
         return
-    own = saved[_rank(opt)]
+    own = saved[_rank(of)]
     syncer.residues = {
         (r["fragment"], r["message"]): Residue(r["own"].clone(), r["mean"].clone())
         for r in own["residues"]
@@ -241,24 +263,23 @@ def _load_rank(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> No
     syncer.pending = None if own["pending"] is None else _pending(own["pending"])
 
 
-def _rank(opt: "LocalOptimizer") -> str:
-    return f"rank {opt.transport.rank_inside}"
+def _rank(of: Parts) -> str:
+    return f"rank {of.transport.rank_inside}"
 
 
-def _save_pending(opt: "LocalOptimizer") -> dict[str, Any] | None:
+def _save_pending(of: Parts) -> dict[str, Any] | None:
     """A sync that is under way is saved as arrived, so that a resumed run has nothing to wait
     for. One that cannot arrive, since a peer is gone, is not in the state: its round is lost."""
-    syncer = opt._worker._syncer
+    syncer = of.worker._syncer
     pending = None if syncer is None else syncer.pending
     if syncer is None or pending is None:
         return None
     if not pending.arrived:
         try:
-            sent = [opt.transport.finish(message) for message in pending.messages]
+            for message in pending.messages:
+                message.sent = of.transport.finish(message)
         except RuntimeError:
             return None
-        for message, each in zip(pending.messages, sent, strict=True):
-            syncer.count_sent(pending, message, each)
         pending.arrived = True
     simple = {f.name: getattr(pending, f.name) for f in fields(pending)}
     return simple | {
@@ -273,6 +294,7 @@ def _save_message(message: Message) -> dict[str, Any]:
     left = message.left
     return {
         "values": message.values.clone(),
+        "sent": message.sent,
         "gather": message.gather,
         "rows": _cloned(message.rows),
         "left": None if left is None else [left.own.clone(), left.mean.clone()],
@@ -281,8 +303,9 @@ def _save_message(message: Message) -> dict[str, Any]:
 
 def _pending(saved: dict[str, Any]) -> PendingSync:
     kept = dict(saved)
-    fragment, clock, round, due, steps, sums, step_s = kept["at"]
-    kept["at"] = Moment(fragment, clock, round, due, steps, tuple(sums), step_s)
+    fragment, clock, round, due, steps, sums, step_s, *rates = kept["at"]
+    lately = tuple(rates[0]) if rates else ()
+    kept["at"] = Moment(fragment, clock, round, due, steps, tuple(sums), step_s, lately)
     kept["parts"] = [SentPart(*part) for part in kept["parts"]]
     kept["messages"] = [_message(found) for found in kept["messages"]]
     kept["local_when_sent"] = _cloned(kept["local_when_sent"])
@@ -293,6 +316,7 @@ def _message(saved: dict[str, Any]) -> Message:
     left = saved["left"]
     return Message(
         saved["values"].clone(),
+        sent=saved["sent"],
         gather=saved["gather"],
         rows=_cloned(saved["rows"]),
         left=None if left is None else Residue(left[0].clone(), left[1].clone()),
@@ -319,102 +343,62 @@ def _plain(state: Any) -> Any:
     return local_tensor(state) if isinstance(state, Tensor) else state
 
 
-def _load_inner(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
-    opt.inner.load_state_dict(saved)
+def _load_inner(of: Parts, saved: dict[str, Any], strict: bool) -> None:
+    of.worker.inner.optimizer.load_state_dict(saved)
 
 
-def _load_buffers(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
-    opt._worker.warmup.buffers.load(saved)
+def _load_buffers(of: Parts, saved: dict[str, Any], strict: bool) -> None:
+    of.worker.warmup.buffers.load(saved)
 
 
-def _load_ledger(opt: "LocalOptimizer", saved: dict[str, Any], strict: bool) -> None:
-    opt._worker.ledger.load(saved)
+def _load_ledger(of: Parts, saved: dict[str, Any], strict: bool) -> None:
+    of.worker.ledger.load(saved)
 
 
 # In the order in which they are loaded: settings are compared before anything changes.
 SCHEMA = (
-    Field("config", "global", "settings", "the settings that must agree", lambda o: dict(o.config), _check_config),
-    Field("progress", "worker", "numbers", "clock, counts and rounds", _save_progress, _load_progress),
-    Field("inner", "worker", "optimizer", "the inner optimizer", lambda o: o.inner.state_dict(), _load_inner),
-    Field("anchor", "global", "model", "the global model; None in the warm-up", _save_anchor, _load_anchor),
-    Field("outer", "global", "optimizer", "the outer optimizer", _save_outer, _load_outer),
-    Field("method", "worker", "model", "the method's local and global states", _save_method, _load_method),
-    Field("buffers", "global", "tensors", "the global model's buffers", lambda o: o._worker.warmup.buffers.state(), _load_buffers),
-    Field("scheduler", "worker", "numbers", "the learning-rate schedule", _save_scheduler, _load_scheduler),
-    Field("ledger", "rank", "numbers", "what the worker did", lambda o: o._worker.ledger.as_dict(), _load_ledger),
-    Field("rank", "rank", "flat", "residues of codecs, and the sync under way", _save_rank, _load_rank),
+    Field(
+        "config", "global", "settings", "the settings that must agree",
+        lambda of: dict(of.config), _check_config,
+    ),
+    Field(
+        "progress", "worker", "numbers", "counts and rounds",
+        _save_progress, _load_progress,
+    ),
+    Field(
+        "clock", "worker", "number", "steps so far",
+        lambda of: of.worker.at.clock, _load_clock,
+    ),
+    Field(
+        "inner", "worker", "optimizer", "the inner optimizer",
+        lambda of: of.worker.inner.optimizer.state_dict(), _load_inner,
+    ),
+    Field(
+        "anchor", "global", "model", "the global model; None in the warm-up",
+        _save_anchor, _load_anchor,
+    ),
+    Field(
+        "outer", "global", "optimizer", "the outer optimizer; None in the warm-up",
+        _save_outer, _load_outer,
+    ),
+    Field(
+        "method", "worker", "model", "the method's local and global states",
+        _save_method, _load_method,
+    ),
+    Field(
+        "buffers", "global", "tensors", "the global model's buffers",
+        lambda of: of.worker.warmup.buffers.state(), _load_buffers,
+    ),
+    Field(
+        "scheduler", "worker", "numbers", "the learning-rate schedule",
+        _save_scheduler, _load_scheduler,
+    ),
+    Field(
+        "ledger", "rank", "numbers", "what the worker did",
+        lambda of: of.worker.ledger.as_dict(), _load_ledger,
+    ),
+    Field(
+        "rank", "rank", "flat", "residues of codecs, and the sync under way",
+        _save_rank, _load_rank,
+    ),
 )  # fmt: skip
-
-
-# -- states of release 0.1.0 -------------------------------------------------------------------
-
-
-def converted(state: dict[str, Any], opt: "LocalOptimizer") -> dict[str, Any]:
-    """A state that release 0.1.0 saved, in today's form."""
-    counts, config = state["counts"], state["config"]
-    groups, fragments = len(opt.inner.param_groups), config["fragments"]
-    none = tuple([0.0] * groups)
-    warmup = opt.config["warmup_steps"]
-    start = 0 if warmup == float("inf") else int(warmup)
-    spans = [(start, 0, opt._worker.facts.sync_every, 0)]
-    if not counts["measuring"] and tuple(counts["origin"]) != (warmup, 0):
-        clock, round = counts["origin"]
-        spans.append((int(clock), round, counts["sync_every"], config["delay"]))
-    return {
-        "version": VERSION,
-        # settings that 0.1.0 did not have, or did not give this method, are as they are here
-        "config": {name: config.get(name, mine) for name, mine in opt.config.items()},
-        "progress": {
-            "fragments": fragments,
-            "clock": state["clock"],
-            "gradient_steps": counts["gradient_steps"],
-            "rounds": counts["rounds"],
-            "epoch": counts["epoch"],
-            "synced": counts["synced"],
-            "has_anchor": state["anchor"] is not None,
-            "sent_at": list(counts["sent_at"]),
-            "last_record": tuple(counts["since_sync"]),
-            "rate_sums": list(none),
-            "marks": [(counts["gradient_steps"], none)] * fragments,
-            "scalars": {},
-            "spans": spans,
-            "measuring": counts["measuring"],
-            "costs": [{"sync_s": sync, "step_s": step} for sync, step in counts["costs"]],
-        },
-        **{name: state[name] for name in ("inner", "outer", "anchor", "buffers", "scheduler")},
-        "method": None,
-        "ledger": state["ledger"],
-        "rank": {
-            rank: {
-                "residues": own["residues"],
-                "pending": None if own["flight"] is None else _flight(own["flight"], none),
-            }
-            for rank, own in state["own"].items()
-        },
-    }
-
-
-def _flight(flight: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
-    """A sync that was under way; its text names the round and the clock it was sent at."""
-    found = re.search(r"round (\d+) \(clock (\d+)\)", flight["where"])
-    round, clock = (int(n) for n in found.groups()) if found else (0, flight["due"])
-    return {
-        "at": (flight["fragment"], clock, round, flight["due"], 0, rate_sums, 0.0),
-        "finite": flight["finite"],
-        "parts": [("model", "mean", True)],
-        "messages": [
-            {
-                "values": flight["values"],
-                "gather": False,
-                "rows": None,
-                "left": flight["left"],
-            }
-        ],
-        "scalars": [],
-        "tail": flight["extras"],
-        "distance": flight["distance"],
-        "sent": flight["sent"],
-        "arrived": flight["arrived"],
-        "parked": False,
-        "local_when_sent": flight["departure"],
-    }

@@ -47,6 +47,7 @@ class Moment(NamedTuple):
     gradient_steps: int
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step, while they are asked for
+    rates: tuple[float, ...] = ()  # of each parameter group, in the last step before it
 
 
 class SentPart(NamedTuple):
@@ -140,7 +141,7 @@ class Syncer:
                 sent = yield message
                 if arrival is None:
                     self.meter.exchange_s = time.perf_counter() - began
-                self.count_sent(pending, message, sent)
+                self._count(pending, message, sent)
                 if arrival is None:
                     arrival = self._check(pending)
                 self._rescale(message, arrival)
@@ -174,10 +175,12 @@ class Syncer:
         start, began = self.meter.watch.now(), time.perf_counter()
         if not pending.arrived:
             for message in pending.messages:
-                self.count_sent(pending, message, (yield Finish(message)))
+                message.sent = yield Finish(message)
             pending.arrived = True
         self.meter.exchange_s = time.perf_counter() - began  # only what the steps did not hide
         arrival = self._check(pending)
+        for message in pending.messages:
+            self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
         outcome = self._conclude(pending, arrival, start)
@@ -219,7 +222,7 @@ class Syncer:
     def _values(
         self, at: Moment, parts: list[Part]
     ) -> Iterator[tuple[Part, Tensor, Bucket | None]]:
-        """The values of each message, and the bucket that holds them if they are the displacement."""
+        """The values of each message; of the displacement, with the bucket that holds them."""
         for part in parts:
             if part.tensors is not None:
                 yield part, flattened(part.tensors, self.memory.template), None
@@ -281,7 +284,7 @@ class Syncer:
     def _ends_round(self, at: Moment) -> bool:
         return at.fragment == len(self.anchor.ranges) - 1
 
-    def count_sent(self, pending: PendingSync, message: Message, sent: int) -> None:
+    def _count(self, pending: PendingSync, message: Message, sent: int) -> None:
         pending.sent += sent
         coded = message.codec is not None and message.codec.gathered
         self.count_message(sent, gathered=message.gather or coded)
@@ -366,6 +369,8 @@ class Syncer:
         finally:
             for param in params:
                 param.grad = None
+        if "inner" in vars(w):  # the method has looked at it
+            w.inner.put_back()
         self.states.keep_scalars(w)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
@@ -379,9 +384,7 @@ class Syncer:
         if pending.parked:
             return {pending.parts[0].name: self.view.local_pieces(pending.at.fragment)}
         found: dict[str, list[Tensor]] = {}
-        for number, (part, message) in enumerate(
-            zip(pending.parts, pending.messages, strict=True)
-        ):
+        for number, (part, message) in enumerate(zip(pending.parts, pending.messages, strict=True)):
             tail = pending.tail if number == 0 else 0
             values = message.values[: len(message.values) - tail]
             if message.gather:
@@ -438,7 +441,12 @@ class Syncer:
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
         return self.view.fragment(
-            at.fragment, local, at.rate_sums, round=at.round, gradient_steps=at.gradient_steps
+            at.fragment,
+            local,
+            rates=at.rates,
+            rate_sums=at.rate_sums,
+            round=at.round,
+            gradient_steps=at.gradient_steps,
         )
 
 

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from palsgd.method import Rate
 
+# What rules find in `w` beside its functions: names that no state of a method may have.
+RESERVED = frozenset(
+    ["local", "anchor", "grad", "groups", "inner", "gradient_steps", "rate_sums", "rates", "initial_rates", "worker", "workers", "round"]
+)  # fmt: skip
+
 
 class WorkerTensors:
     """What the slots of a `Method` work on, called `w` there.
@@ -24,6 +29,8 @@ class WorkerTensors:
         inner: `inner[name]` are the inner optimizer's tensors of that name, none if it has none.
         gradient_steps: gradient steps since these tensors were last synced, a number.
         rate_sums: for each tensor, the sum of the (divided) learning rates of those steps.
+        rates: for each tensor, the (undivided) learning rate of the last step before the sync,
+            which all workers have in common; at a sync only.
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
         worker, workers, round: numbers.
     """
@@ -46,10 +53,10 @@ class WorkerTensors:
             return self.local, self.anchor
         return [self.local[i] for i in members], [self.anchor[i] for i in members]
 
-    def pull(self, group: int, weight: Rate) -> None:
+    def mix_group(self, group: int, weight: Rate) -> None:
         """Pull the local tensors of a parameter group towards the anchor, in place:
         x <- x + weight (anchor - x)."""
-        rows = vars(self).get("_pull_rows")  # stacked workers need no copies of what they pull
+        rows = vars(self).get("_mix_rows")  # stacked workers need no copies
         if rows is None or "local" in vars(self):
             mix_(*self.group(group), weight)
         else:

@@ -123,9 +123,7 @@ class Warmup:
     def switch(self, *, on: bool) -> None:
         self.gradient_sync.switch(on=on)
 
-    def average(
-        self, clock: int, count: Callable[[int], None]
-    ) -> Generator[Request, int, None]:
+    def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, None]:
         """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
         parameter without one on any worker keeps none."""
         replica, like = self._replica, self.memory.template

@@ -43,6 +43,7 @@ class Progress:
     has_anchor: bool = False  # has the local phase begun?
     sent_at: list[int] = field(default_factory=list)  # the clock of each fragment's last sync
     last_record: tuple[int, int, int] = (0, 0, 0)  # clock, gradient and mixing steps then
+    rates: list[float] = field(default_factory=list)  # of each parameter group, in the last step
     rate_sums: list[float] = field(default_factory=list)  # of each parameter group, so far
     marks: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)  # by fragment: then
     scalars: dict[str, float] = field(default_factory=dict)  # the method's, from the last sync
@@ -204,6 +205,7 @@ class Worker:
         self.meter.gradient_done()
         at = self.at
         at.gradient_steps += 1
+        at.rates = rates
         at.rate_sums = [total + rate / share for total, rate in zip(at.rate_sums, rates)]  # noqa: B905
         self.ledger.gradient_steps += 1
         self._tick()
@@ -212,7 +214,8 @@ class Worker:
     @torch.no_grad()
     def _before_gradient(self) -> None:
         w = self.syncer.view.with_gradients(round=self.schedule.round_of(self.at.clock))
-        self.method.before_gradient(w)
+        if w.grad:  # torch's functions on lists refuse empty ones
+            self.method.before_gradient(w)
         self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
@@ -232,7 +235,8 @@ class Worker:
         """Count steps without data; the learning rates at each of them."""
         rates = []
         for _ in range(steps):
-            rates.append(self.inner.rates())
+            self.at.rates = self.inner.rates()
+            rates.append(self.at.rates)
             self.ledger.mixing_steps += 1
             self._tick()
         return rates
@@ -381,6 +385,7 @@ class Worker:
             gradient_steps=self.at.gradient_steps - steps,
             rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
             step_s=self.meter.step_seconds(since) if measured else 0.0,
+            rates=tuple(self.at.rates or self.inner.rates()),
         )
 
     def _synced(self, outcome: Outcome) -> None:
@@ -505,10 +510,13 @@ class Worker:
         self.at.clock = clock
         self._after_gradient(rate, mixing)
 
-    def passed(self, clock: int, *, rates: list[list[float]], mixing_steps: int) -> None:
-        """Steps up to this clock were taken; `rates` has the divided rates of each gradient."""
+    def passed(
+        self, clock: int, *, rates: list[list[float]], last: list[float], mixing_steps: int
+    ) -> None:
+        """Steps up to this clock were taken; `rates` has the divided rates of each gradient, and
+        `last` the undivided ones of the last step, with a gradient or without."""
         at = self.at
-        at.clock, at.synced = clock, False
+        at.clock, at.synced, at.rates = clock, False, list(last)
         at.gradient_steps += len(rates)
         at.rate_sums = [sum(group) for group in zip(at.rate_sums, *rates, strict=True)]
         self.ledger.gradient_steps += len(rates)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from palsgd.cluster import Cluster, Work
 from palsgd.cluster.gradient_counts import Drawn, Planned
 from palsgd.lab.forecast import expected_most
 from palsgd.methods.palsgd import PALSGDMethod
+from palsgd.schedule import Schedule
 
 MODEL = 8_054_656
 
@@ -25,6 +27,11 @@ def cluster(**fields) -> Cluster:
 
 def work(**fields) -> Work:
     return Work(**{"parameters": MODEL, "sync_every": 16, **fields})
+
+
+def sync_bytes(job: Work, workers: int = 4) -> int:
+    """Of the first fragment, as handed over."""
+    return sum(job.payload(workers).sync())
 
 
 # -- what an all-reduce costs --------------------------------------------------------------------
@@ -113,12 +120,26 @@ def test_a_coded_exchange_sends_each_half_once():
     ("compress", "width"), [(None, 4), ("bf16", 2), ("int8", 260 / 256), ("int4", 136 / 256)]
 )
 def test_codes_have_the_bytes_that_the_optimizer_sends(compress, width):
-    assert work(compress=compress).sync_size == MODEL * width
-    assert work(compress=compress, fragments=4).sync_size == MODEL * width / 4
-    run = simulated(method=palsgd.DiLoCo, compress=compress, steps=8, sync_every=8, width=60_000)
+    assert sync_bytes(work(compress=compress)) == pytest.approx(MODEL * width, rel=1e-3)
+    assert sync_bytes(work(compress=compress, fragments=4)) == pytest.approx(
+        MODEL * width / 4, rel=1e-3
+    )
+    run = simulated(
+        method=palsgd.DiLoCo, compress=compress, steps=8, sync_every=8, width=6_000, engine=False
+    )
     size = sum(p.numel() for p in run.model.parameters())
-    sent = Work(parameters=size, sync_every=8, compress=compress).sync_size
-    assert run.ledger.bytes_sent == pytest.approx(sent, rel=0.01)
+    job = Work(parameters=size, sync_every=8, compress=compress)
+    assert run.ledger.history[0]["bytes_sent"] == sync_bytes(job, workers=3)
+
+
+def test_codes_that_are_gathered_cross_every_link_of_the_ring():
+    place = cluster(workers=8)
+    found = place.project(work(compress="topk:0.05"), steps=16)
+    sent = sync_bytes(work(compress="topk:0.05"), workers=8)
+    assert (found.bytes_sent, found.bytes_on_the_wire) == (sent, 7 * sent)
+    assert found.time_s == pytest.approx(16 * 0.05 + 7 * (8 * sent / 1e8 + 0.02))
+    gloo = cluster(workers=8, all_reduce="gloo", latency=0).network
+    assert gloo.gather(1e7) == pytest.approx(7 * 8e7 / (1e8 * 1448 / 1547), rel=0.1)
 
 
 # -- time, with constant steps -------------------------------------------------------------------
@@ -127,17 +148,19 @@ def test_codes_have_the_bytes_that_the_optimizer_sends(compress, width):
 def test_constant_rounds_take_their_steps_and_their_syncs():
     place = cluster(workers=8, sync=0.3)
     found = place.project(work(), steps=5 * 16)
-    sync = place.network.all_reduce(4 * MODEL)
+    sync = place.network.all_reduce(sync_bytes(work(), workers=8))
     assert found.time_s == pytest.approx(5 * (16 * 0.05 + sync + 0.3))
     assert found.clocks == [16, 32, 48, 64, 80]
     assert found.wait_s == 0
     assert found.exchange_s == pytest.approx(5 * (sync + 0.3))
-    assert found.bytes_sent == pytest.approx(5 * 2 * 7 / 8 * 4 * MODEL)
+    header = 4 * 4 * 8  # four numbers of each worker
+    assert found.bytes_sent == 5 * (4 * MODEL + header)
+    assert found.bytes_on_the_wire == 5 * 2 * 7 * (4 * MODEL + header) // 8
 
 
 def test_steps_that_are_no_multiple_end_with_a_shorter_round():
     place = cluster()
-    sync = place.network.all_reduce(4 * MODEL)
+    sync = place.network.all_reduce(sync_bytes(work()))
     assert place.project(work(), steps=20).time_s == pytest.approx(20 * 0.05 + 2 * sync)
 
 
@@ -167,7 +190,7 @@ def test_a_worker_alone_only_computes():
 
 def test_a_straggler_sets_the_pace_and_the_others_wait():
     found = cluster(straggler=3).project(work(), steps=32)
-    sync = cluster().network.all_reduce(4 * MODEL)
+    sync = cluster().network.all_reduce(sync_bytes(work()))
     assert found.time_s == pytest.approx(2 * (3 * 16 * 0.05 + sync))
     assert found.wait_s == pytest.approx(2 * 16 * 0.05 * 2 * 3 / 4)
 
@@ -175,8 +198,11 @@ def test_a_straggler_sets_the_pace_and_the_others_wait():
 def twin(place: Cluster, job: Work, steps: int, plan) -> float:
     """Tick by tick, worker by worker, in plain Python."""
     at, flight, free = [0.0] * place.workers, None, 0.0
-    sends = {(f + 1) * job.sync_every // job.fragments for f in range(job.fragments)}
-    cost = place.network.all_reduce(job.sync_size)
+    sends = [(f + 1) * job.sync_every // job.fragments for f in range(job.fragments)]
+    costs = [
+        place.network.all_reduce(sum(job.payload(place.workers).sync(f)))
+        for f in range(job.fragments)
+    ]
     for clock in range(1, steps + 1):
         round, tick = divmod(clock - 1, job.sync_every)
         for worker in range(place.workers):
@@ -185,8 +211,9 @@ def twin(place: Cluster, job: Work, steps: int, plan) -> float:
                 at[worker] += place.step * slow
         if flight and clock in (flight[0], steps):
             at, flight = [max(t, flight[1]) for t in at], None
-        for _ in range(job.fragments if clock == steps else tick + 1 in sends):
-            free = max(free, *at) + cost
+        due = [f for f in range(job.fragments) if clock == steps or sends[f] == tick + 1]
+        for fragment in due:
+            free = max(free, *at) + costs[fragment]
             if job.delay and clock < steps:
                 flight = (clock + job.delay, free)
             else:
@@ -201,19 +228,17 @@ def twin(place: Cluster, job: Work, steps: int, plan) -> float:
 def test_delay_fragments_and_mixing_agree_with_the_tick_by_tick_twin(delay, fragments, draws):
     place = cluster(step=0.3, straggler=1.2)
     job = work(delay=delay, fragments=fragments, mix_prob=0.25, draws=draws)
-    method = PALSGDMethod(
-        sync_every=16, warmup_steps=0, mix_prob=0.25, mix_rate=0.1, draws=draws, seed=5
-    )
-    machine = palsgd.cluster.TimeSimulation(
-        place, job, end=70, counts=Planned(method, place.workers)
-    )
+    method = PALSGDMethod(mix_prob=0.25, mix_rate=0.1)
+    facts = palsgd.Facts(sync_every=16, workers=place.workers, draws=draws, seed=5)
+    machine = palsgd.cluster.TimeSimulation(place, job, end=70, counts=Planned(method, facts))
     machine.run_until(70)
-    expected = twin(place, job, 70, lambda worker, round: method.plan(worker=worker, round=round))
+    seen = replace(facts, stops=job.schedule.stops(0))
+    expected = twin(place, job, 70, lambda worker, round: method.plan(worker, round, 16, seen))
     assert machine.projection.time_s == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_a_delay_cannot_hide_is_exposed():
-    sync = cluster().network.all_reduce(4 * MODEL)  # about 3.9 s
+    sync = cluster().network.all_reduce(sync_bytes(work()))  # about 3.9 s
     hidden = cluster(step=1.0).project(work(delay=8), steps=16 * 10).time_s
     assert hidden == pytest.approx(160 + sync)  # the last sync has nothing to hide behind
     partly = cluster(step=0.1).project(work(delay=8), steps=16 * 10).time_s
@@ -261,13 +286,29 @@ def test_heavy_tails_have_their_mean_and_their_index():
         assert beyond == pytest.approx(factor**-2.5, rel=0.25)
 
 
-def counts_of(draws: str, *, cuts, workers=50, rounds=400):
-    drawn = Drawn(
-        workers=workers, sync_every=32, mix_prob=0.2, draws=draws, rng=np.random.default_rng(3)
-    )
-    bounds = [0, *cuts, 32]
+def counts_of(draws: str, *, cuts, stops=(), workers=50, rounds=400):
+    drawn = Drawn(workers=workers, mix_prob=0.2, draws=draws, rng=np.random.default_rng(3))
+    return stretches_of(drawn, [0, *cuts, 32], rounds, stops)
+
+
+class Stopping(Schedule):
+    """A schedule whose rounds have any stops."""
+
+    within: tuple[int, ...] = ()
+
+    def stops(self, clock):
+        return self.within
+
+
+def stretches_of(counts, bounds, rounds, stops):
+    """Gradients by round, stretch and worker; workers meet at the stops."""
+    when = type("Stopping", (Stopping,), {"within": tuple(stops)}).fixed(sync_every=bounds[-1])
+    parts, length = list(itertools.pairwise(bounds)), bounds[-1]
     return np.array(
-        [[drawn.gradients(r, a, b) for a, b in itertools.pairwise(bounds)] for r in range(rounds)]
+        [
+            [counts.gradients(when, r * length + a, r * length + b) for a, b in parts]
+            for r in range(rounds)
+        ]
     )
 
 
@@ -282,6 +323,48 @@ def test_balanced_counts_are_binomial_for_each_and_equal_for_all(cuts):
     assert stretches.mean(axis=(0, 2)) == pytest.approx(lengths * 0.8, rel=0.03)
     if cuts:  # places are each worker's own
         assert stretches[:, 0].std(axis=1).max() > 0
+
+
+@pytest.mark.parametrize("cuts", [[8], [1, 10, 31]])
+def test_balanced_counts_are_binomial_and_equal_for_all_between_stops(cuts):
+    stretches = counts_of("balanced", cuts=cuts, stops=cuts, rounds=4000)
+    assert (stretches == stretches[:, :, :1]).all()
+    lengths = np.diff([0, *cuts, 32])
+    each = stretches[:, :, 0]
+    assert each.mean(axis=0) == pytest.approx(lengths * 0.8, rel=0.02)
+    assert each.var(axis=0) == pytest.approx(lengths * 0.8 * 0.2, rel=0.1)
+    between = np.corrcoef(each.T)[np.triu_indices(len(lengths), 1)]
+    assert np.abs(between).max() < 4 / math.sqrt(4000)  # stretches are drawn on their own
+
+
+def test_a_stretch_that_is_cut_has_its_number_in_all_and_each_workers_own_on_the_way():
+    stretches = counts_of("balanced", cuts=[3, 20], stops=[8], rounds=2000)
+    assert stretches[:, 0].std(axis=1).max() > 0  # [0, 3): inside the stretch [0, 8)
+    whole = stretches.sum(axis=1)
+    assert (whole == whole[:, :1]).all()
+    assert stretches.mean(axis=(0, 2)) == pytest.approx(np.array([3, 17, 12]) * 0.8, rel=0.02)
+
+
+def law_of(stretches):
+    """The share of rounds with each count of worker 0 in the first stretch and of worker 1 in the
+    second, and of rounds in which both workers have the same count in a stretch."""
+    table = np.zeros((4, 5))
+    np.add.at(table, (stretches[:, 0, 0], stretches[:, 1, 1]), 1 / len(stretches))
+    same = (stretches[:, :, 0] == stretches[:, :, 1]).mean(axis=0)
+    return np.concatenate([table.ravel(), same])
+
+
+@pytest.mark.parametrize("stops", [[], [3], [2, 5]])
+@pytest.mark.parametrize("draws", ["balanced", "independent", "shared"])
+def test_planned_and_drawn_counts_have_the_same_law(draws, stops):
+    rounds, facts = 6000, palsgd.Facts(sync_every=7, workers=2, seed=5, draws=draws)
+    planned = Planned(PALSGDMethod(mix_prob=0.4, mix_rate=0.1), facts)
+    drawn = Drawn(workers=2, mix_prob=0.4, draws=draws, rng=np.random.default_rng(9))
+    planned, drawn = (
+        law_of(stretches_of(each, [0, 3, 7], rounds, stops)) for each in (planned, drawn)
+    )
+    error = np.sqrt((planned * (1 - planned) + drawn * (1 - drawn)) / rounds)
+    assert (np.abs(planned - drawn) <= 4 * error).all()
 
 
 def test_own_coins_make_the_slowest_as_slow_as_the_exact_law_says():
@@ -350,6 +433,7 @@ def test_a_simulation_tells_the_time_on_the_cluster_by_its_own_plans(engine):
     how = dict(mix_prob=0.3, mix_rate=0.1, draws="independent", seed=7, warmup_steps=2)
     run = simulated(on=place, engine=engine, steps=2 + 48, **how)
     step = 0.05 + place.network.all_reduce(15 * 4)
+    sync = place.network.all_reduce(15 * 4 + 4 * 4 * 3)  # and four numbers of each worker
     expected = [step, 2 * step]
     for round in range(3):
         plans = [
@@ -358,7 +442,7 @@ def test_a_simulation_tells_the_time_on_the_cluster_by_its_own_plans(engine):
             for k in range(3)
         ]  # fmt: skip
         slowest = max(plan.count(False) for plan in plans) * 0.05
-        expected.append(expected[-1] + slowest + place.network.all_reduce(15 * 4))
+        expected.append(expected[-1] + slowest + sync)
     assert [entry["time_s"] for entry in run.history] == pytest.approx(expected)
     assert all("seconds" in entry for entry in run.history)
 

@@ -98,7 +98,7 @@ def test_recipes_lists_all_recipes_and_grids():
         ("train digits workload=digitz --simulate", "did you mean 'digits'?"),
         (
             "train digits --method palsdg",
-            "method='palsdg' is unknown; use one of 'ddp', 'localsgd'",
+            "method='palsdg' is unknown; use one of 'anchordecay', 'ddp'",
         ),
         ("compare digits --methods ddp,palsdg", "method='palsdg' is unknown"),
         ("train digits stepz=3", "there is no setting 'stepz'; did you mean 'steps'?"),

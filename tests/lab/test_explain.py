@@ -16,9 +16,12 @@ import palsgd
 from palsgd.lab import workloads
 from palsgd.lab.explain import MOST_ROWS, explain, remarks
 from palsgd.lab.factory import build_optimizer
-from palsgd.lab.forecast import expected_most, forecast, method_of, parameters_of
-from palsgd.lab.settings import METHODS, Settings
+from palsgd.lab.forecast import expected_most, forecast, parameters_of
+from palsgd.lab.methods import default_names, method_of
+from palsgd.lab.settings import Settings
 from palsgd.transports import Alone, ambient
+
+METHODS = default_names()
 
 # Three workers, 5 steps of warm-up, 40 rounds of 8: nothing to remark on.
 QUIET = Settings(
@@ -82,6 +85,20 @@ def test_rows_are_the_plans_of_round_plan():
     ]
     expected = [("".join("·█"[mixes] for mixes in plan), plan.count(False)) for plan in plans]
     assert rows(printed(QUIET)) == expected
+
+
+def test_rows_show_the_stops_of_delay_and_fragments():
+    settings = replace(QUIET, delay=3, fragments=2, draws="balanced", mix_prob=0.5)
+    plans = [
+        palsgd.round_plan(
+            seed=7, worker=k, round=r, sync_every=8, mix_prob=0.5, draws="balanced", stops=[3, 4, 7]
+        )
+        for r in (0, 1)
+        for k in range(3)
+    ]
+    assert [marks for marks, _ in rows(printed(settings))] == [
+        "".join("·█"[mixes] for mixes in plan) for plan in plans
+    ]
 
 
 def test_a_run_takes_the_gradients_that_were_shown(trained):
@@ -184,7 +201,7 @@ def test_gradients_of_the_run_are_the_warm_up_and_a_share_of_the_rest():
 def test_bytes_are_those_the_ledger_counts(trained):
     settings, result = trained
     ahead = forecast(settings)
-    assert {4 * ahead.sync_numbers} == {e["bytes_sent"] for e in result.ledger.history}
+    assert {ahead.round.bytes_sent} == {e["bytes_sent"] for e in result.ledger.history}
 
 
 def test_bytes_stand_beside_those_of_ddp():

@@ -15,10 +15,11 @@ import torch
 import yaml
 
 from palsgd.lab import run_set, workloads
+from palsgd.lab.methods import default_names
 from palsgd.lab.report import find_runs, write_report
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import Options, run_all
-from palsgd.lab.settings import METHODS, Settings
+from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.trainer import WARMUP_LINES, Trainer
 from support.commands import (
@@ -34,6 +35,8 @@ from support.commands import (
 )
 from support.patience import patient
 from support.places import SHARED
+
+METHODS = default_names()
 
 pytestmark = pytest.mark.slow  # most tests share runs in real processes
 
@@ -67,8 +70,8 @@ LINE_KEYS = {
     "agreement",
 }  # fmt: skip
 MACHINE_KEYS = {
-    "schema", "palsgd", "torch", "device", "simulated", "engine", "metric", "higher_is_better",
-    "floor", "parameters",
+    "schema", "palsgd", "commit", "dirty", "command", "torch", "device", "simulated", "engine",
+    "metric", "higher_is_better", "floor", "parameters",
 }  # fmt: skip
 
 

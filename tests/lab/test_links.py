@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from palsgd.cluster.network import ring_bytes
 from palsgd.lab import bench_link
 from palsgd.lab.links import Link, Network, unavailable
 from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
 from palsgd.lab.links.link import modelled_ring_seconds
+from palsgd.payload import wire_bytes
 from support.commands import palsgd, started, summary, wait_for
 from support.holding import holder
 from support.patience import patient
@@ -201,7 +201,7 @@ def test_an_all_reduce_over_gloo_gives_the_sum_and_sends_what_a_ring_sends():
         network.run(command, timeout=patient(120))
         sent = network.bytes_sent()
     for each in sent:
-        assert 1.0 <= each / ring_bytes(3, 1e6) < 1.2
+        assert 1.0 <= each / wire_bytes(1e6, 3) < 1.2
 
 
 @emulated
@@ -457,8 +457,10 @@ def test_bad_input_gets_one_line_and_exit_code_2(words, line, tmp_path):
 
 
 def test_the_first_gradient_which_ledgers_do_not_time_counts_as_computing():
-    run = dict(wall_s=10.0, steps=8, gradient_steps=5.0, syncs=2.0, messages=2.0, bytes_sent=4e6,
-               kernel_bytes=4e6, gradient_s=4.0, mixing_s=1.0, compute_s=1.5)  # fmt: skip
+    run = dict(
+        wall_s=10.0, steps=8, gradient_steps=5.0, syncs=2.0, messages=2.0, bytes_sent=4e6,
+        bytes_on_the_wire=4e6, kernel_bytes=4e6, gradient_s=4.0, mixing_s=1.0, compute_s=1.5,
+    )  # fmt: skip
     links = [Link("8mbit")] * 2
     local = bench_link.figures("palsgd", run, links)
     assert local["exchange_s"] == pytest.approx((10 - 5 * 1.0 - 1) / 2)
@@ -505,7 +507,7 @@ def test_the_rings_bytes_and_hops_are_those_of_a_ring_that_is_walked_through(wor
                 sent[k] += packet.nbytes
             hops += 1
     np.testing.assert_allclose(held, np.broadcast_to(parts.sum(0), held.shape))
-    assert set(sent) == {ring_bytes(workers, parts[0].nbytes)}
+    assert set(sent) == {wire_bytes(parts[0].nbytes, workers)}
     links = [Link("8mbit", delay_ms=3.0)] * workers
     assert modelled_ring_seconds(links, parts[0].nbytes) == pytest.approx(
         sent[0] / 1e6 + hops * 3e-3

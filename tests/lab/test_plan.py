@@ -39,11 +39,12 @@ def cluster(**fields) -> Cluster:
 def test_a_choice_costs_what_its_closed_form_says():
     place, base = cluster(), ddp(cluster(), TASK)
     found = local(place, TASK, Work(parameters=8_000_000, sync_every=32, mix_prob=0.1), base)
-    sync = place.network.all_reduce(4 * 8_000_000)
+    sent = 4 * 8_000_000 + 4 * 4 * 8  # with four numbers of each worker
+    sync = place.network.all_reduce(sent)
     assert found.step_s == pytest.approx(0.9 * 0.05 + sync / 32)
     assert found.exchanging == pytest.approx(sync / 32 / found.step_s)
     assert found.run_s == pytest.approx(10_000 * found.step_s)
-    assert found.bytes_sent == pytest.approx(10_000 / 32 * 2 * 7 / 8 * 4 * 8_000_000)
+    assert found.bytes_on_the_wire == pytest.approx(10_000 / 32 * 2 * 7 / 8 * sent)
     assert gain(found, base) == pytest.approx(1 - found.step_s / 0.9 / base.step_s)
 
 

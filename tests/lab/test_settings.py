@@ -6,11 +6,16 @@ import re
 import pytest
 import torch
 
+from palsgd import registry
 from palsgd.lab import workloads
 from palsgd.lab.factory import build_optimizer, learning_rate_factor
-from palsgd.lab.run_set import grid_of, random_points
-from palsgd.lab.settings import FIELDS, METHODS, Settings, assignments, parsed
+from palsgd.lab.methods import default_names, method_of, own_settings, without_effect
+from palsgd.lab.run_set import check_method, grid_of, random_points
+from palsgd.lab.settings import FIELDS, Settings, assignments, parsed
 from palsgd.lab.trainer import split_batch
+from palsgd.transports import Alone, ambient
+
+METHODS = default_names()
 
 base = Settings(workload="digits", steps=100)
 
@@ -40,7 +45,7 @@ def test_every_field_can_be_given_as_text():
         ({"mix_prob": "1"}, "mix_prob=1"),
         ({"mix_rate": "-1"}, "mix_rate=-1"),
         ({"max_norm": "0"}, "max_norm=0"),
-        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'ddp', 'localsgd'"),
+        ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'anchordecay', 'ddp'"),
         ({"batch_size": 10, "micro_batches": 4}, "not a multiple of micro_batches=4"),
     ],
 )
@@ -134,3 +139,72 @@ def test_every_recipe_builds_and_its_grids_fit_it():
 def test_values_that_are_no_text_pass_as_they_are():
     assert parsed("lr", 0.5) == 0.5
     assert parsed("steps", None) is None
+
+
+# -- settings of methods ---------------------------------------------------------------------------
+
+
+def test_a_setting_of_a_method_is_written_as_any_other():
+    settings = base.changed({"method": "fedprox", "mu": "0.5"})
+    assert own_settings(settings) == {"mu": 0.5}
+    assert settings.as_dict()["mu"] == 0.5
+    assert Settings.from_dict(settings.as_dict()) == settings
+    assert base.changed({"method": "fedprox", "method.mu": "0.5"}) == settings
+
+
+def test_a_setting_whose_name_is_taken_has_a_prefix():
+    settings = base.changed({"method": "slowmo", "lr": "0.3", "method.lr": "0.7"})
+    assert own_settings(settings) == {"lr": 0.7}
+    assert (settings.lr, settings.as_dict()["method.lr"]) == (0.3, 0.7)
+    assert own_settings(base.changed({"method": "slowmo"})) == {}
+
+
+def test_what_the_recipe_has_for_a_method_is_the_methods():
+    settings = base.changed({"mix_prob": "0.3", "method.mix_rate": "2"})
+    assert own_settings(settings) == {"mix_prob": 0.3, "mix_rate": 2.0}
+    assert settings.mix_rate == 2.0
+
+
+def test_a_setting_may_be_none_where_the_method_says_so():
+    assert base.changed({"rate": "none"}).method_settings == {"rate": None}
+    assert base.changed({"rate": "0.1"}).method_settings == {"rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("muu", "there is no setting 'muu'; did you mean 'mu'?"),
+        ("method.muu", "there is no setting 'method.muu'; did you mean 'method.mu'?"),
+    ],
+)
+def test_a_setting_that_no_method_has_is_refused_with_the_nearest(name, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        base.changed({name: "1"})
+
+
+def test_a_value_that_a_method_cannot_take_is_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="mu=-1"):
+        check_method(base.changed({"method": "fedprox", "mu": "-1"}))
+    with pytest.raises(ValueError, match="mix_rate <= "):
+        check_method(base.changed({"method": "palsgd", "mix_rate": "1000"}))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("method", registry.names())
+def test_every_method_is_built_from_a_recipe(method):
+    settings = base.changed({"method": method, "momentum": 0, "sync_every": 8})
+    opt = build_optimizer(settings, 100, torch.nn.Linear(3, 1))
+    assert opt.method == method_of(settings)
+    assert (opt.schedule.warmup == math.inf) == (not registry.row(method).rounds)
+
+
+@pytest.mark.parametrize("method", registry.names())
+def test_settings_without_effect_change_nothing_in_the_optimizer(method):
+    others = {"outer_lr": 0.9, "draws": "shared", "mix_rate": 0.5, "mu": 0.3, "sync_every": 9}
+    settings = base.changed({"method": method, "momentum": 0, "sync_every": 8})
+    for name, value in others.items():
+        configs = []
+        for each in (settings, settings.changed({name: value})):
+            with ambient(Alone()):
+                configs.append(build_optimizer(each, 100, torch.nn.Linear(3, 1)).config)
+        assert (configs[0] == configs[1]) == (name in without_effect(method)), name

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import palsgd
 from palsgd.methods.palsgd import collapsed
-from palsgd.replica import mix_
+from palsgd.tensors import mix_
 from support.problems import batches, global_vector, linear, mse, train, vector
 from support.stepping import LR, RULES, build, flat, plan_of, sgd, take_step
 

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 import palsgd
 from palsgd.codecs import BLOCK, find_codec
-from palsgd.codecs.coded_mean import CodedMean
 from support.core_access import layout_size, residues_of
 from support.problems import batches, linear, mse, train, vector
 
@@ -60,53 +59,6 @@ def test_extreme_values_survive(name, fill):
     assert got.isfinite().all()
     if name in ("int8", "int4", "bf16") and abs(fill) >= 1e-29:
         torch.testing.assert_close(got, torch.full((2, BLOCK), fill), rtol=0.01, atol=0)
-
-
-def in_one_process(values, exact, name, residues):
-    """The two steps of a coded mean, all workers side by side."""
-    codec, workers = find_codec(name), len(values)
-    coded = [CodedMean(v, exact, codec, r, workers) for v, r in zip(values, residues, strict=True)]
-    sent = torch.stack([each.chunks() for each in coded])
-    means = torch.stack([each.mean(sent[:, k]) for k, each in enumerate(coded)])
-    for each in coded:
-        each.accept(means)
-    return coded, sent
-
-
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [1, 255, 1000, 5000])
-def test_nothing_is_lost_what_is_not_in_the_mean_is_left_for_later(name, workers, size):
-    """mean of what was brought = mean that came out + what stays: exactly what error feedback
-    means, over both steps."""
-    torch.manual_seed(0)
-    brought = [torch.randn(size + 7) for _ in range(workers)]
-    values = [b.clone() for b in brought]
-    coded, sent = in_one_process(values, 7, name, [None] * workers)
-    own = torch.stack([each.left.own for each in coded]).double().mean(dim=0)
-    of_means = torch.cat([each.left.mean for each in coded]).double()
-    expected = torch.stack([b.double() for b in brought]).mean(dim=0)
-    got = values[0].double()[:size] + (own + of_means)[:size]
-    torch.testing.assert_close(got, expected[:size], rtol=0, atol=1e-5)
-    torch.testing.assert_close(values[0][size:], expected[size:].float())  # as they are
-    assert all(torch.equal(v, values[0]) for v in values)
-    assert sent[0].nbytes == coded[0].nbytes
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_with_error_feedback_the_sum_over_rounds_stays_near_the_true_sum(name):
-    """Without it, top-k would never send the small elements at all."""
-    torch.manual_seed(0)
-    workers, size, rounds = 3, 2000, 200
-    direction = [torch.randn(size) for _ in range(workers)]
-    true = torch.stack(direction).mean(dim=0) * rounds
-    total, residues = torch.zeros(size), [None] * workers
-    for _ in range(rounds):
-        values = [d.clone() for d in direction]
-        coded, _ = in_one_process(values, 0, name, residues)
-        residues = [each.left for each in coded]
-        total += values[0]
-    assert float((total - true).norm() / true.norm()) < 0.15
 
 
 # -- in training ---------------------------------------------------------------------------------

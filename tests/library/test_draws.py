@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palsgd import round_plan
+from palsgd.schedule import round_stops
 from support.places import GOLDEN
 
 KINDS = ("balanced", "independent", "shared")
@@ -154,6 +155,78 @@ def test_the_number_of_mixing_steps_is_binomial(draws, steps, prob):
     assert chi_square(observed, ROUNDS * binomial(steps, prob)) < 4
 
 
+# -- stops ---------------------------------------------------------------------------------------
+
+
+def test_stops_are_where_fragments_are_sent_and_delayed_ones_applied():
+    assert round_stops(sync_every=8) == ()
+    assert round_stops(sync_every=8, delay=3) == (3,)
+    assert round_stops(sync_every=8, delay=8) == ()
+    assert round_stops(sync_every=8, fragments=3) == (2, 5)
+    assert round_stops(sync_every=8, fragments=2, delay=3) == (3, 4, 7)
+    assert round_stops(sync_every=7, fragments=2, delay=2) == (2, 3, 5)
+
+
+@st.composite
+def lags(draw):
+    """A round, its fragments and its delay, as an optimizer accepts them."""
+    steps = draw(st.integers(1, 40))
+    fragments = draw(st.integers(1, steps))
+    return dict(
+        sync_every=steps, fragments=fragments, delay=draw(st.integers(0, steps // fragments))
+    )
+
+
+@settings(deadline=None)
+@given(lags(), st.integers(0, 2**40), st.integers(0, 2**33), st.floats(0, 0.99))
+def test_balanced_workers_take_equally_many_gradients_between_any_two_stops(lag, seed, round, prob):
+    stops = round_stops(**lag)
+    where = dict(seed=seed, round=round, sync_every=lag["sync_every"], mix_prob=prob, stops=stops)
+    found = np.array([plan(worker=k, **where) for k in range(4)])
+    assert found.shape == (4, lag["sync_every"])
+    for start, stop in itertools.pairwise([0, *stops, lag["sync_every"]]):
+        counts = found[:, start:stop].sum(axis=1)
+        assert (counts == counts[0]).all()
+
+
+def test_between_stops_balanced_workers_mix_at_places_of_their_own():
+    mine, theirs = (plans(sync_every=16, stops=[5, 9], worker=k) for k in (0, 1))
+    for part in (slice(0, 5), slice(5, 9), slice(9, 16)):
+        assert (mine[:, part] != theirs[:, part]).any(axis=1).mean() > 0.4
+
+
+@pytest.mark.parametrize("worker", [0, 1, 7])
+@pytest.mark.parametrize("stops", [[1], [2], [1, 3], [1, 2, 3]])
+def test_with_stops_whole_rounds_are_still_distributed_as_independent_coins(stops, worker):
+    coins = plans(stops=stops, worker=worker, sync_every=4)
+    patterns = np.bincount(coins @ [8, 4, 2, 1], minlength=16)
+    heads = np.array([bin(i).count("1") for i in range(16)])
+    assert chi_square(patterns, ROUNDS * 0.3**heads * 0.7 ** (4 - heads)) < 4
+
+
+def test_with_stops_places_are_pairwise_independent_and_so_are_rounds():
+    coins, law = plans(stops=[3, 4, 7], worker=3), np.outer([0.7, 0.3], [0.7, 0.3]).ravel()
+    for i, j in itertools.combinations(range(8), 2):
+        pairs = np.bincount(2 * coins[:, i] + coins[:, j], minlength=4)
+        assert chi_square(pairs, ROUNDS * law) < 4, (i, j)
+    for place in range(8):
+        assert abs(correlation(coins[:-1, place], coins[1:, place])) < 4
+
+
+def test_stops_at_every_step_make_balanced_draws_shared_ones():
+    for round in range(50):
+        everywhere = plan(round=round, stops=range(1, 8), worker=2)
+        assert everywhere == plan(round=round, draws="shared")
+
+
+@pytest.mark.parametrize("draws", ["independent", "shared"])
+def test_stops_change_balanced_draws_only(draws):
+    for round in range(50):
+        assert plan(round=round, draws=draws, stops=[3, 5]) == plan(round=round, draws=draws)
+    assert (plans(50, stops=[3, 5]) != plans(50)).any()
+    assert (plans(50, stops=[]) == plans(50)).all()
+
+
 # -- what workers have in common ---------------------------------------------------------------
 
 
@@ -250,6 +323,9 @@ def test_plans_are_those_of_the_golden_file():
         ("mix_prob", -0.1), ("mix_prob", 1), ("mix_prob", 1.5), ("mix_prob", math.nan),
         ("mix_prob", math.inf), ("mix_prob", "0.1"), ("mix_prob", None),
         ("draws", "Balanced"), ("draws", None), ("draws", "random"),
+        ("stops", [0]), ("stops", [8]), ("stops", [-1, 3]), ("stops", [3, 3]), ("stops", [5, 3]),
+        ("stops", [2.0]), ("stops", [True]), ("stops", 4), ("stops", None), ("stops", "3"),
+        ("speeds", [1.0, 2.0]), ("speeds", ()),
     ],
 )  # fmt: skip
 def test_a_bad_argument_is_refused_with_its_name_and_value(name, value):

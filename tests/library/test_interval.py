@@ -39,14 +39,14 @@ def auto_job(sync_seconds, sleep=0.004, resume=False, **rules):
         opt = palsgd.PALSGD(
             model, torch.optim.SGD(model.parameters(), lr=0.01), **rules
         )  # fmt: skip
-        average = opt.transport.average
+        mean = opt.transport.mean
 
-        def slow(tensors):
+        def slow(message):
             dist.barrier()
             time.sleep(sync_seconds)
-            return average(tensors)
+            return mean(message)
 
-        opt.transport.average = slow
+        opt.transport.mean = slow
         return opt
 
     opt = fresh(model)
@@ -62,8 +62,8 @@ def auto_job(sync_seconds, sleep=0.004, resume=False, **rules):
             twin = fresh(other)
             twin.load_state_dict(state)
             return (
-                opt.method.sync_every,
-                twin.method.sync_every,
+                opt.sync_every,
+                twin.sync_every,
                 round_origin(twin),
                 round_origin(opt),
             )

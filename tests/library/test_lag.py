@@ -49,16 +49,25 @@ def worker_job(**rules):
     return vector(model), global_vector(model, opt), opt.ledger.as_dict()
 
 
+def meetings(H, delay, fragments):
+    """Steps inside a round after which something is sent or applied, found on a long clock."""
+    clock = range(10 * H)
+    sent = {t for t in clock for f in range(fragments) if t % H == (f + 1) * H // fragments % H}
+    met = sent | {t + delay for t in sent}
+    return [step for step in range(1, H) if 8 * H + step in met]
+
+
 def by_hand(delay, fragments, workers=2, **rules):
     """The layout puts the bias (3 elements, odd) behind the weight: the order of the vector."""
     rules = RULES | rules
     bounds = [15 * i // fragments // 2 * 2 for i in range(fragments)] + [15]
+    stops = meetings(rules["sync_every"], delay, fragments)
     return reference.lagged(
         regression_start(), regression_gradient, workers=workers, steps=STEPS,
         H=rules["sync_every"], p=rules["mix_prob"], eta=rules["mix_rate"], lr=lambda t: LR,
         inner=reference.sgd(momentum=0.9),
         outer=reference.sgd(momentum=0.5, nesterov=True, fixed_lr=0.7),
-        plan=lambda k, r: palsgd.round_plan(worker=k, round=r, **{
+        plan=lambda k, r: palsgd.round_plan(worker=k, round=r, stops=stops, **{
             name: rules[name] for name in ("seed", "sync_every", "mix_prob", "draws")
         }),
         delay=delay, parts=[slice(a, b) for a, b in pairwise(bounds)],
@@ -72,6 +81,27 @@ def test_processes_do_what_the_reference_does_step_by_step(world, delay, fragmen
     for local, anchor, _ in got:
         np.testing.assert_allclose(anchor, expected, rtol=0, atol=1e-12)
         np.testing.assert_array_equal(local, anchor)  # training ends with a sync of everything
+
+
+@pytest.mark.parametrize(("delay", "fragments"), [(4, 1), (0, 3), (1, 3), (3, 2)])
+def test_balanced_processes_do_what_the_reference_does(world, delay, fragments):
+    rules = dict(draws="balanced", mix_prob=0.5, mix_rate=4.0)
+    got = world.run(worker_job, workers=2, delay=delay, fragments=fragments, **rules)
+    expected = by_hand(delay, fragments, **rules)
+    np.testing.assert_allclose(got[0][1], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("delay", "fragments"), LAGS)
+def test_with_balanced_draws_all_workers_take_equally_many_gradients_between_two_syncs(
+    delay, fragments
+):
+    rules = dict(draws="balanced", mix_prob=0.5, mix_rate=4.0)
+    result = simulated(4, delay=delay, fragments=fragments, steps=60, **rules)
+    taken = [[entry["gradient_steps"] for entry in each.history] for each in result.ledgers]
+    assert len(taken[0]) > 9
+    assert taken == [taken[0]] * 4
+    ends = [each.mixing_steps for each in result.ledgers]
+    assert ends == [ends[0]] * 4 != [0] * 4
 
 
 @pytest.mark.parametrize("mix_prob", [0.0, 0.9])
@@ -176,7 +206,7 @@ def lost_job():
             opt.step()
         except palsgd.SyncError as error:
             state = opt.state_dict()
-            return anchor, global_vector(model, opt), str(error), state["own"], opt.clock
+            return anchor, global_vector(model, opt), str(error), state["rank"], opt.clock
         opt.zero_grad()
         anchor = global_vector(model, opt)
 
@@ -186,7 +216,7 @@ def test_a_peer_that_is_lost_while_a_sync_is_under_way_is_told_and_changes_nothi
     assert clock == 15
     assert message.startswith("worker 0 could not exchange with the others at clock 15")
     np.testing.assert_array_equal(before, after)
-    assert own["rank 0"]["flight"] is None  # what can still be saved is
+    assert own["rank 0"]["pending"] is None  # what can still be saved is
 
 
 def some_ranks_job():
@@ -403,11 +433,3 @@ def test_a_state_cut_into_other_fragments_is_refused():
     other = build(linear(), transport=palsgd.Alone(), fragments=3)
     with pytest.raises(ValueError, match="saved with fragments=2, here 3"):
         other.load_state_dict(state, strict=False)
-
-
-def test_vectorized_simulation_says_what_it_leaves_to_the_exact_engine():
-    with pytest.raises(ValueError, match="delay=2 is for the exact engine"):
-        palsgd.simulate(
-            workers=2, steps=12, model=linear, loss=mse, data=lambda k: iter(batches(k) * 9),
-            method=lambda m: build(m, delay=2), vectorize=True,
-        )  # fmt: skip

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import palsgd
+from palsgd.anchor import Anchor
+from palsgd.replica import Replica
 from palsgd.transports import ProcessGroupTransport
-from palsgd.replica import Anchor, Replica
 from support.core_access import anchor_of, anchor_views, local_tensors, outer_state
 from support.patience import patient
 from support.problems import batches, linear, mse, net, train, vector
@@ -30,11 +31,11 @@ EIGHT_BUCKETS = 40 / 2**20  # MiB: ten float32 each, so 73 of them take eight me
 class Alone(palsgd.Alone):
     """A transport of the user's own, which counts as if something were sent."""
 
-    def average(self, tensors):
-        return sum(t.nbytes for t in tensors)
+    def mean(self, message):
+        return message.values.nbytes
 
 
-class Spy:
+class Spy(palsgd.Transport):
     """Another transport, with a look at each message before it is sent."""
 
     def __init__(self, inner, look):
@@ -42,10 +43,10 @@ class Spy:
         self.combine, self.agree = inner.combine, inner.agree
         self._inner, self._look, self.calls = inner, look, 0
 
-    def average(self, tensors):
+    def mean(self, message):
         self.calls += 1
         self._look(self.calls)
-        return self._inner.average(tensors)
+        return self._inner.mean(message)
 
 
 def adamw(model, lr=0.01):
@@ -186,7 +187,7 @@ def anchor_with(values, dtype):
     model = Vector(torch.tensor(values, dtype=dtype))
     anchor = Anchor(Replica(model, torch.optim.SGD(model.parameters(), lr=1.0)))
     with torch.no_grad():
-        anchor.take()
+        anchor.set_from_local()
     return anchor
 
 
@@ -530,16 +531,15 @@ class Meeting:
     def transport(self, worker):
         seat = Alone()
         seat.worker, seat.workers = worker, len(self._brought)
-        seat.average = lambda tensors: self._average(worker, tensors)
+        seat.mean = lambda message: self._mean(worker, message.values)
         return seat
 
-    def _average(self, worker, tensors):
-        self._brought[worker] = [t.clone() for t in tensors]
+    def _mean(self, worker, values):
+        self._brought[worker] = values.clone()
         self._barrier.wait()
-        for i, tensor in enumerate(tensors):
-            tensor.copy_(sum(theirs[i] for theirs in self._brought) / len(self._brought))
+        values.copy_(sum(self._brought) / len(self._brought))
         self._barrier.wait()
-        return sum(t.nbytes for t in tensors)
+        return values.nbytes
 
 
 def test_workers_in_threads_match_workers_in_processes(world):

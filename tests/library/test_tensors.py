@@ -199,11 +199,12 @@ def test_the_anchor_has_full_precision_whatever_the_models_dtype(dtypes, anchor_
     model = Bag(*(nn.Parameter(random(5, 3, seed=i).to(d)) for i, d in enumerate(dtypes)))
     rules = dict(sync_every=12, seed=seed_with([False, True, True, False], sync_every=12))
     opt = build(model, outer=partial(torch.optim.SGD, lr=0.7), **rules)
+    facts = palsgd.Facts(sync_every=12, seed=rules["seed"])
     local = tensors(model)
     anchor = [x.to(anchor_dtype, copy=True) for x in local]
     seeds = itertools.count()
     for round in range(3):
-        plan = opt.method.plan(worker=0, round=round)
+        plan = opt.method.plan(0, round, 12, facts)
         assert [False, True] in [plan[i : i + 2] for i in range(11)]
         round_by_hand(local, anchor, plan, seeds, lr=0.05, eta=1.0, p=0.3, outer_lr=0.7)
     walk(model, opt, next(seeds))

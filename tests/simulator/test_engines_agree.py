@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import palsgd
-from palsgd import events
+from palsgd import events, registry
 from palsgd.composed import composed
 from palsgd.payload import payload_size
 from support.core_access import anchor_of, core_of
@@ -195,6 +195,35 @@ def test_methods_that_use_the_rest_of_the_contract_agree(name, sync):
         )
 
     agree(*both(build, evaluate=lambda model: vector(model).sum(), evaluate_every=2))
+
+
+FAMILY = [row for row in registry.rows() if row.rounds]
+
+
+def own_settings(row):
+    return dict(mix_prob=0.3, mix_rate=2.0, draws="independent") if row.mixes else {}
+
+
+def family_cases():
+    for row in FAMILY:
+        refused = row.method(**{k: 0.3 for k in row.settings() if k.startswith("mix")}).refusals()
+        yield from ((row, sync) for sync in FEW if not set(refused) & set(SYNCS[sync]))
+
+
+@pytest.mark.parametrize(
+    ("row", "sync"), [pytest.param(r, s, id=f"{r.name}-{s}") for r, s in family_cases()]
+)
+def test_every_method_of_the_library_agrees_in_both_engines(row, sync):
+    def build(model):
+        inner = torch.optim.SGD(model.parameters(), lr=0.02)
+        decay = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda t: 1 / (1 + 0.1 * t))
+        return getattr(palsgd.methods, row.title)(
+            model, inner, sync_every=H, warmup_steps=3, scheduler=decay, on_nonfinite="skip",
+            **own_settings(row), **SYNCS[sync],
+        )  # fmt: skip
+
+    agree(*both(build, evaluate=lambda model: vector(model).sum()))
+    agree(*both(build, model=linear, data=broken, steps=30))
 
 
 @pytest.mark.parametrize("name", ["ring", "halfway"])

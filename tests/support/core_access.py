@@ -68,3 +68,9 @@ def message_memory(opt) -> Tensor | None:
 def departure_memory(opt) -> Tensor | None:
     """The memory that keeps a fragment as it was sent, where syncs overlap with steps."""
     return core_of(opt).syncer.memory._when_sent
+
+
+def method_states(opt) -> dict[str, Tensor]:
+    """What the method keeps beside the model, each state laid end to end like the anchor."""
+    states = core_of(opt).syncer.states
+    return {name: kept.flat for name, kept in (states.local | states.common).items()}

@@ -73,6 +73,7 @@ def sgd(momentum=0.0, nesterov=False, fixed_lr=None):
             state["v"] = v
             return x - (fixed_lr if lr is None else lr) * (g + momentum * v if nesterov else v)
 
+        step.state = state
         return step
 
     return build

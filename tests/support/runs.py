@@ -9,7 +9,10 @@ import numpy as np
 import yaml
 
 from palsgd.lab.comparison import to_target
-from palsgd.lab.settings import METHODS, Settings
+from palsgd.lab.methods import default_names
+from palsgd.lab.settings import Settings
+
+METHODS = default_names()
 
 # How fast and how far each method learns here: decay per thousand steps, loss at the end.
 _LEARNS = {
@@ -83,6 +86,9 @@ def config(settings: Settings, *, simulated: bool = False, floor: float | None =
     return asdict(settings) | {
         "schema": 1,
         "palsgd": "0.2.0",
+        "commit": "0123456789abcdef0123456789abcdef01234567",
+        "dirty": False,
+        "command": "palsgd compare digits",
         "torch": "2.11.0",
         "device": "AMD EPYC, 2 cores",
         "simulated": simulated,

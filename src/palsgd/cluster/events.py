@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from palsgd.cluster.gradient_counts import Counts, Drawn
-from palsgd.cluster.network import ring_bytes
 from palsgd.cluster.work import Work
+from palsgd.payload import wire_bytes
+from palsgd.schedule import Due, Schedule
 
 if TYPE_CHECKING:
     from palsgd.cluster.cluster import Cluster
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 class Flight:
     """An exchange that has begun: all are there at `start`, and have the mean at `end`."""
 
-    due: int  # the clock at which it is used
     start: float
     end: float
 
@@ -38,7 +38,8 @@ class Projection:
     compute_s: float = 0.0
     wait_s: float = 0.0  # for slower workers
     exchange_s: float = 0.0  # that no computation hid, with each worker's own part of a sync
-    bytes_sent: float = 0.0  # by each worker
+    bytes_sent: int = 0  # that each worker hands over
+    bytes_on_the_wire: int = 0  # what the collectives make of them, of each worker
     gradient_steps: float = 0.0  # mean over the workers
     spans: list[dict[str, Any]] = field(default_factory=list)  # the timeline of some workers
 
@@ -62,62 +63,38 @@ class TimeSimulation:
         """`counts` says how many gradients the workers compute; without, they are drawn. The
         timeline is kept of the workers in `watched`, up to `until_s`."""
         draws, steps = (np.random.Generator(np.random.SFC64(s)) for s in _seeds(seed))
-        self.cluster, self.work, self.end = cluster, work, end
+        self.cluster, self.work = cluster, work
+        self.schedule = work.schedule.with_end(end)
+        self._payload = work.payload(cluster.workers)
         self._counts = counts or Drawn(
-            workers=cluster.workers,
-            sync_every=work.sync_every,
-            mix_prob=work.mix_prob,
-            draws=work.draws,
-            rng=draws,
+            workers=cluster.workers, mix_prob=work.mix_prob, draws=work.draws, rng=draws
         )
         self._compute = cluster.compute(steps)
         self._network, self._watched, self._until = cluster.network, list(watched), until_s
         self.clock, self.at = 0, np.zeros(cluster.workers)
         self._one_each = np.ones(cluster.workers, dtype=np.int64)
-        self._flight: Flight | None = None
+        self._flights: list[Flight] = []  # in the order in which they began
         self._free = 0.0  # when the last exchange was over
         self._buckets = _Buckets(cluster, work)
         self.projection = Projection()
 
-    def run_until(self, clock: int) -> float:
-        """The instant at which all workers are past the step `clock` and what is due there."""
+    def run_until(self, clock: int, schedule: Schedule | None = None) -> float:
+        """The instant at which all workers are past the step `clock` and what is due there. A
+        `schedule` replaces that of the work: rounds may have got other lengths meanwhile."""
+        self.schedule = schedule or self.schedule
         while self.clock < clock:
-            if self.clock < self.work.warmup_steps:
+            if self.schedule.warms_up(self.clock):
                 self._ddp_step()
                 continue
-            self._advance(min(clock, self._next_event()))
-            if self._flight is not None and self.clock >= min(self._flight.due, self.end):
-                self._use(self._flight)
-            for size in self._sizes_due():
-                self._post(size)
+            self._advance(min(clock, self.schedule.next_due(self.clock)))
+            for due in self.schedule.due(self.clock):
+                self._do(due)
         return float(self.at.max())
 
     # -- local phase -----------------------------------------------------------------------------
 
-    def _next_event(self) -> int:
-        start, tick = self._place()
-        posts = (start + offset for offset in self._offsets if offset > tick)
-        events = [next(posts), self.end]
-        if self._flight is not None:
-            events.append(self._flight.due)
-        return min(events)
-
-    def _place(self) -> tuple[int, int]:
-        """The clock at the start of this round, and the steps since."""
-        since = int(self.clock - self.work.warmup_steps)
-        tick = since % self.work.sync_every
-        return self.clock - tick, tick
-
-    @property
-    def _offsets(self) -> list[int]:
-        """The steps of a round after which a fragment is sent."""
-        H, F = self.work.sync_every, self.work.fragments
-        return [(f + 1) * H // F for f in range(F)]
-
     def _advance(self, clock: int) -> None:
-        round = int(self.clock - self.work.warmup_steps) // self.work.sync_every
-        _, tick = self._place()
-        gradients = self._counts.gradients(round, tick, tick + clock - self.clock)
+        gradients = self._counts.gradients(self.schedule, self.clock, clock)
         took = self._compute.seconds(gradients)
         took += self.cluster.mix * (clock - self.clock - gradients)
         self._note("gradient", self.at, self.at + took)
@@ -126,25 +103,21 @@ class TimeSimulation:
         self.projection.compute_s += float(took.mean())
         self.projection.gradient_steps += float(gradients.mean())
 
-    def _sizes_due(self) -> list[float]:
-        """Fragments that are sent now; all of them when training ends."""
-        if self.clock == self.end:
-            return [self.work.sync_size] * self.work.fragments
-        _, tick = self._place()
-        due = (tick or self.work.sync_every) in self._offsets
-        return [self.work.sync_size] * due
+    def _do(self, due: Due) -> None:
+        if due.kind != "apply":
+            self._flights.append(self._sent(due.fragment))
+        if due.kind != "send":
+            self._use(self._flights.pop(0))
 
-    def _post(self, size: float) -> None:
-        start = max(float(self.at.max()), self._free)
-        exchange = self._network.all_reduce if self.work.compress is None else self._network.coded
-        end = start + exchange(size)
+    def _sent(self, fragment: int) -> Flight:
+        """Its messages follow one another, behind those of the exchange before."""
+        round = self.schedule.round_of(self.clock - 1)
+        start = end = max(float(self.at.max()), self._free)
+        for message in self._payload.messages(fragment, round):
+            end += self._network.seconds(message)
+            self._count_bytes(message.bytes, gathered=message.gathered)
         self._free = end
-        self._count_bytes(size)
-        flight = Flight(self.clock + self.work.delay, start, end)
-        if self.work.delay and self.clock < self.end:
-            self._flight = flight
-        else:
-            self._use(flight)
+        return Flight(start, end)
 
     def _use(self, flight: Flight) -> None:
         """Wait for the mean, if it is not there yet, and go on from it."""
@@ -155,7 +128,7 @@ class TimeSimulation:
         self._note("sync", met, after)
         self.projection.wait_s += float((met - self.at).mean())
         self.projection.exchange_s += float((after - met).mean())
-        self.at, self._flight = after, None
+        self.at = after
         self._record()
 
     # -- DDP -------------------------------------------------------------------------------------
@@ -174,7 +147,7 @@ class TimeSimulation:
         self.projection.wait_s += slowest - mean
         self.projection.exchange_s += exposed
         self.projection.gradient_steps += 1
-        self._count_bytes(self.work.gradient_size)
+        self._count_bytes(self.work.gradient_size, gathered=False)
         self._record()
 
     # -- records ---------------------------------------------------------------------------------
@@ -183,8 +156,11 @@ class TimeSimulation:
         self.projection.clocks.append(self.clock)
         self.projection.times.append(float(self.at.max()))
 
-    def _count_bytes(self, size: float) -> None:
-        self.projection.bytes_sent += ring_bytes(self.cluster.workers, size)
+    def _count_bytes(self, size: int, *, gathered: bool) -> None:
+        workers = self.cluster.workers
+        if workers > 1:
+            self.projection.bytes_sent += size
+            self.projection.bytes_on_the_wire += wire_bytes(size, workers, gathered=gathered)
 
     def _note(self, kind: str, starts: np.ndarray, ends: np.ndarray) -> None:
         for worker in self._watched:

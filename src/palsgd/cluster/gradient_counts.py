@@ -1,39 +1,36 @@
 """How many gradients each worker computes in a stretch of the clock."""
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from palsgd.method import Method
+from palsgd.method import Facts, Method
+from palsgd.schedule import Schedule
 
 
 class Counts(Protocol):
-    def gradients(self, round: int, start: int, stop: int) -> np.ndarray:
-        """Of each worker in the steps [start, stop) of a round. Called in the clock's order."""
+    def gradients(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
+        """Of each worker in the steps from the clock `start` to the clock `stop`, all of one round.
+        Called in the clock's order."""
         ...
 
 
 class Drawn:
     """By the law of `palsgd.round_plan`, for any number of workers at once.
 
-    Mixing steps among H i.i.d. coins are Binomial; given their number in a round, the number in
-    some of its steps is hypergeometric, which is how balanced rounds are cut into stretches.
+    Mixing steps among L i.i.d. coins are Binomial. Balanced draws have one such number for all
+    workers in each stretch between the stops of a round; given that number, the number in some
+    steps of the stretch is hypergeometric, for each worker by itself.
     """
 
-    def __init__(
-        self,
-        *,
-        workers: int,
-        sync_every: int,
-        mix_prob: float,
-        draws: str,
-        rng: "np.random.Generator",
-    ):
-        self._workers, self._H, self._p, self._draws = workers, sync_every, mix_prob, draws
-        self._rng, self._round = rng, -1
-        self._left = np.zeros(workers, dtype=np.int64)  # mixing steps to come in this round
+    def __init__(self, *, workers: int, mix_prob: float, draws: str, rng: "np.random.Generator"):
+        self._workers, self._p, self._draws, self._rng = workers, mix_prob, draws, rng
+        self._end = 0  # the clock at which the present stretch ends
+        self._left = np.zeros(workers, dtype=np.int64)  # mixing steps to come in it
 
-    def gradients(self, round: int, start: int, stop: int) -> np.ndarray:
+    def gradients(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
         length = stop - start
         if self._p == 0:
             return np.full(self._workers, length)
@@ -41,15 +38,30 @@ class Drawn:
             return length - self._rng.binomial(length, self._p, self._workers)
         if self._draws == "shared":
             return np.full(self._workers, length - self._rng.binomial(length, self._p))
-        if round != self._round:
-            self._round = round
-            self._left[:] = self._rng.binomial(self._H, self._p)
-        if stop == self._H:
+        edges = [start, *(e for e in _edges(schedule, start) if start < e < stop), stop]
+        found = np.full(self._workers, length)
+        for low, high in pairwise(edges):
+            found -= self._mixing(schedule, low, high)
+        return found
+
+    def _mixing(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
+        """Balanced, in a part of one stretch."""
+        if start >= self._end:
+            self._end = next(e for e in _edges(schedule, start) if e > start)
+            self._left[:] = self._rng.binomial(self._end - start, self._p)
+        if stop == self._end:
             mixing = self._left.copy()
         else:
-            mixing = self._rng.hypergeometric(self._left, self._H - start - self._left, length)
+            gradients = self._end - start - self._left
+            mixing = self._rng.hypergeometric(self._left, gradients, stop - start)
         self._left -= mixing
-        return length - mixing
+        return mixing
+
+
+def _edges(schedule: Schedule, clock: int) -> list[int]:
+    """The clocks at which the stretches of the round of this step end."""
+    start = schedule.round_start(clock)
+    return [start + stop for stop in (*schedule.stops(clock), schedule.length(clock))]
 
 
 class Expected:
@@ -58,19 +70,25 @@ class Expected:
     def __init__(self, *, workers: int, mix_prob: float):
         self._workers, self._share = workers, 1 - mix_prob
 
-    def gradients(self, round: int, start: int, stop: int) -> np.ndarray:
+    def gradients(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
         return np.full(self._workers, (stop - start) * self._share)
 
 
 class Planned:
     """As a method's plans say, worker by worker."""
 
-    def __init__(self, method: Method, workers: int):
-        self._method, self._workers = method, workers
+    def __init__(self, method: Method, facts: Facts):
+        self._method, self._facts = method, facts
         self._round, self._plans = -1, np.zeros((0, 0), dtype=bool)
 
-    def gradients(self, round: int, start: int, stop: int) -> np.ndarray:
+    def gradients(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
+        round, offset = schedule.place(start)
         if round != self._round:
-            plans = [self._method.plan(worker=k, round=round) for k in range(self._workers)]
-            self._round, self._plans = round, np.array(plans, dtype=bool)
-        return (~self._plans[:, start:stop]).sum(axis=1)
+            self._round, self._plans = round, self._plans_of(schedule, round, start)
+        return (~self._plans[:, offset : offset + stop - start]).sum(axis=1)
+
+    def _plans_of(self, schedule: Schedule, round: int, clock: int) -> np.ndarray:
+        facts = replace(self._facts, stops=schedule.stops(clock))
+        length = schedule.length(clock)
+        plans = [self._method.plan(k, round, length, facts) for k in range(facts.workers)]
+        return np.array(plans, dtype=bool)

@@ -7,6 +7,8 @@ workers, joined by its inner links; the outer link is the node's, shared by its 
 import math
 from dataclasses import dataclass
 
+from palsgd.payload import Sent
+
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo")
 
 # Payload of TCP over Ethernet: of each frame, beside which half an acknowledgement goes out for
@@ -29,6 +31,12 @@ class Network:
     def nodes(self) -> int:
         return math.ceil(self.workers / self.per_node)
 
+    def seconds(self, message: Sent) -> float:
+        """Of one message of a sync."""
+        if message.gathered:
+            return self.gather(message.bytes)
+        return self.coded(message.bytes) if message.coded else self.all_reduce(message.bytes)
+
     def all_reduce(self, size: float) -> float:
         """Of `size` bytes."""
         if self.workers == 1:
@@ -39,7 +47,7 @@ class Network:
         return min(_COSTS[name](self, size) for name in names)
 
     def coded(self, size: float) -> float:
-        """Of values that are coded into `size` bytes (palsgd.compression): each worker sends every
+        """Of values that are coded into `size` bytes (palsgd.codecs): each worker sends every
         other its chunk, all at once, and then the coded means go round a ring.
 
         The ring crosses a node's outer link once. The chunks of all its workers cross it side by
@@ -54,6 +62,16 @@ class Network:
         if self.algorithm == "gloo":  # which asks for each chunk before it is sent
             return max(abroad, at_home) / TCP_SHARE + 2 * latency + gloo_phase(self, size)
         return max(abroad, at_home) + latency + (K - 1) * (8 * size / K / rate + latency)
+
+    def gather(self, size: float) -> float:
+        """Of `size` bytes of every worker, which a ring brings to all others."""
+        K = self.workers
+        if K == 1:
+            return 0.0
+        if self.algorithm == "gloo":  # in each of its hops a K-th of what it is given moves on
+            return gloo_phase(self, K * size)
+        rate, latency = self.weakest
+        return (K - 1) * (8 * size / rate + latency)
 
     @property
     def weakest(self) -> tuple[float, float]:
@@ -76,16 +94,12 @@ def ring_hops(workers: int) -> int:
     return 2 * (workers - 1)
 
 
-def ring_bytes(workers: int, size: float) -> float:
-    """What each worker sends for an all-reduce of `size` bytes: a K-th in every hop."""
-    return ring_hops(workers) / workers * size
-
-
 def ring_seconds(
     workers: int, size: float, rate: float, latency: float, messages: float = 1
 ) -> float:
-    """Of `messages` ring all-reduces of `size` bytes in all; each pays the latency of every hop."""
-    return 8 * ring_bytes(workers, size) / rate + messages * ring_hops(workers) * latency
+    """Of `messages` ring all-reduces of `size` bytes in all: a K-th of them moves in every hop, and
+    each message pays the latency of every hop."""
+    return ring_hops(workers) * (8 * size / workers / rate + messages * latency)
 
 
 def tree(network: Network, size: float) -> float:

@@ -9,7 +9,6 @@ from palsgd.cluster.cluster import Cluster
 from palsgd.cluster.events import TimeSimulation
 from palsgd.cluster.gradient_counts import Planned
 from palsgd.cluster.work import Work
-from palsgd.method import Method
 
 if TYPE_CHECKING:
     from palsgd.optimizer import LocalOptimizer
@@ -21,7 +20,7 @@ class WallClock:
 
     def __init__(self, cluster: Cluster, *, steps: int, seed: int):
         self._cluster, self._steps, self._seed = cluster, steps, seed
-        self._found: tuple[Work, Method] | None = None
+        self._optimizer: LocalOptimizer | None = None  # the one that was built last
         self._clockwork: TimeSimulation | None = None
 
     def watching(
@@ -32,7 +31,7 @@ class WallClock:
         def built(model: nn.Module) -> "LocalOptimizer":
             optimizer = build(model)
             if hasattr(optimizer, "method"):  # else the engine will say what is wrong with it
-                self._found = Work.of(optimizer), optimizer.method
+                self._optimizer = optimizer
             return optimizer
 
         return built
@@ -40,11 +39,14 @@ class WallClock:
     def seconds(self, clock: int) -> float:
         """When the last worker is past this step and what is due there; never for an earlier step
         than asked for before."""
+        optimizer = self._optimizer
+        assert optimizer is not None
         if self._clockwork is None:
-            assert self._found is not None
-            work, method = self._found
-            counts = Planned(method, self._cluster.workers)
             self._clockwork = TimeSimulation(
-                self._cluster, work, end=self._steps, counts=counts, seed=self._seed
+                self._cluster,
+                Work.of(optimizer),
+                end=self._steps,
+                counts=Planned(optimizer.method, optimizer.facts),
+                seed=self._seed,
             )
-        return self._clockwork.run_until(clock)
+        return self._clockwork.run_until(clock, optimizer.schedule.with_end(self._steps))

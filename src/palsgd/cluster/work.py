@@ -1,14 +1,15 @@
 """A model and a method, as far as time is concerned."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from palsgd import units
 from palsgd.checks import check_choice, check_int, check_mix_prob, check_number
-from palsgd.codecs import BLOCK, find_codec
-from palsgd.schedule import DRAWS
-from palsgd.methods.palsgd import PALSGDMethod
+from palsgd.codecs import find_codec
+from palsgd.payload import MethodSize, ModelSize, PayloadSize
+from palsgd.schedule import DRAWS, Schedule
 
 if TYPE_CHECKING:
     from palsgd.optimizer import LocalOptimizer
@@ -26,6 +27,8 @@ class Work:
     compress: str | None = None
     delay: int = 0  # steps between the end of a round and the use of its mean
     fragments: int = 1
+    buffers: int = 0  # numbers that travel with the model
+    carries: MethodSize = field(default_factory=MethodSize)  # what the method sends at a sync
     gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
     bucket_mb: float = 25.0  # of DDP's all-reduces; torch's bucket_cap_mb
 
@@ -58,18 +61,19 @@ class Work:
     @classmethod
     def of(cls, optimizer: "LocalOptimizer") -> "Work":
         """What a palsgd optimizer will do."""
-        replica, method = optimizer._worker.inner.replica, optimizer.method
-        config = optimizer.config
-        mixes = method if isinstance(method, PALSGDMethod) else None
+        method, config = optimizer.method, optimizer.config
+        model = ModelSize.of(optimizer.model, config["buffers"])
         return cls(
-            parameters=replica.layout.size,
+            parameters=model.parameters,
             sync_every=optimizer.sync_every,
-            mix_prob=mixes.mix_prob if mixes else 0.0,
-            draws=optimizer.config["draws"],
+            mix_prob=round(1 - method.gradient_share, 12),
+            draws=config["draws"],
             warmup_steps=optimizer.schedule.warmup,
-            compress=config.get("compress"),
-            delay=config.get("delay", 0),
-            fragments=config.get("fragments", 1),
+            compress=config["compress"],
+            delay=config["delay"],
+            fragments=config["fragments"],
+            buffers=model.buffers,
+            carries=MethodSize.of(method),
         )
 
     @property
@@ -81,12 +85,28 @@ class Work:
         """Bytes of a DDP all-reduce."""
         return self.parameters * self.gradient_bytes
 
-    @property
-    def sync_size(self) -> float:
-        """Bytes of one exchange of a round, coded, in which one fragment of the model goes."""
-        codec = find_codec(self.compress)
-        per_element = 4.0 if codec is None else codec.width / BLOCK
-        return self.parameters * per_element / self.fragments
+    @cached_property
+    def schedule(self) -> Schedule:
+        """When it syncs."""
+        return Schedule.fixed(
+            sync_every=self.sync_every,
+            warmup=self.warmup_steps,
+            fragments=self.fragments,
+            delay=self.delay,
+        )
+
+    def payload(self, workers: int) -> PayloadSize:
+        """What its syncs send. The buckets of a fragment, of 128 MiB each, count as one message:
+        what a further one adds, some latency, is little beside its transfer."""
+        return PayloadSize.of(
+            ModelSize(parameters=self.parameters, buffers=self.buffers),
+            self.carries,
+            workers=workers,
+            fragments=self.fragments,
+            delay=self.delay,
+            codec=find_codec(self.compress),
+            whole=True,
+        )
 
     def buckets(self) -> list[int]:
         """Sizes of DDP's all-reduces in the order of the backward pass: torch's are about as long

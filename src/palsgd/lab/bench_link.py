@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from palsgd import units
-from palsgd.cluster.network import ring_bytes
+from palsgd import registry, units
+from palsgd.cluster.network import ring_hops
 from palsgd.lab.device import check_device, processor
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.lab.links.processes import run_on_loopback
+from palsgd.lab.methods import is_baseline
 from palsgd.lab.report import formats
 from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.run_set import Options, check_mixing, finish
+from palsgd.lab.run_set import Options, check_method, finish
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads import load
 
@@ -77,7 +78,7 @@ def with_defaults(changes: list[str]) -> list[str]:
 def check(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
     """Refuse what cannot be run, before anything is."""
     for settings in runs.values():
-        check_mixing(settings)
+        check_method(settings)
     check_device(options.device)
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
         raise ValueError(
@@ -139,7 +140,7 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
         name: figures(name, run, each) for name, run in found["methods"].items() if run is not None
     }
     key = "step_s" if projected is None else "projected_step_s"
-    ddp = records.get("ddp", {}).get(key)
+    ddp = next((r[key] for name, r in records.items() if is_baseline(name)), None)
     for record in records.values():
         record["speedup_over_ddp"] = ddp / record[key] if ddp else None
         if projected:  # the counter of loopback is everybody's
@@ -165,21 +166,23 @@ def figures(name: str, run: Record, links: list[Link]) -> Record:
     """DDP's exchanges overlap its backward pass, so what they cost is what its steps took beyond
     those of a model by itself; the other methods' ledgers know when they computed."""
     gradients = run["gradient_steps"]
-    if name == "ddp" or gradients < 2:
+    if not registry.row(name).rounds or gradients < 2:
         computing = run["compute_s"] * gradients
     else:  # a ledger's watch starts with the end of the first gradient, so one is missing from it
         computing = run["gradient_s"] * gradients / (gradients - 1) + run["mixing_s"]
     exchanging = max(0.0, run["wall_s"] - computing)
     messages = run["messages"] or run["syncs"]  # torch's DDP does not count its own
-    projected = computing + modelled_ring_seconds(links, run["bytes_sent"], messages)
-    on_the_ring = ring_bytes(len(links), run["bytes_sent"])
+    on_the_wire = run["bytes_on_the_wire"]
+    hops = ring_hops(len(links))  # in each of which an all-reduce moves a K-th of its bytes
+    size = on_the_wire * len(links) / hops if hops else 0.0
+    projected = computing + modelled_ring_seconds(links, size, messages)
     return run | {
         "step_s": run["wall_s"] / run["steps"],
         "communicating": exchanging / run["wall_s"],
         "exchange_s": exchanging / run["syncs"] if run["syncs"] else None,
         "projected_step_s": projected / run["steps"],
         "projected_communicating": 1 - computing / projected,
-        "kernel_over_ring": run["kernel_bytes"] / on_the_ring if on_the_ring else None,
+        "kernel_over_ring": run["kernel_bytes"] / on_the_wire if on_the_wire else None,
     }
 
 

@@ -8,6 +8,7 @@ from statistics import fmean, variance
 from typing import Any, TypeVar
 
 from palsgd.lab.groups import Group
+from palsgd.lab.methods import is_baseline
 from palsgd.lab.run_folder import Line, Record, Run
 
 COSTS = ("time_s", "step", "gradient_steps", "bytes_sent")
@@ -71,7 +72,7 @@ def compared(
     shortest = min(record["wall_s"] for record in records.values())
     if len(records) == 1:  # equal to nothing
         fewest = shortest = None
-    ddp = {name: settings[name] for name, record in records.items() if record["method"] == "ddp"}
+    ddp = {name: settings[name] for name in records if is_baseline(records[name]["method"])}
     found = {}
     for name, record in records.items():
         base = most_alike(settings[name], ddp)
@@ -121,7 +122,7 @@ class Comparison:
         self.groups = groups
         self.runs = [run for group in groups for run in group.runs]
         self.higher_is_better = bool(self.runs[0].config.get("higher_is_better", True))
-        self.baselines = [group for group in groups if group.method == "ddp" and group.finished]
+        self.baselines = [group for group in groups if group.is_baseline and group.finished]
         self.budgets = {key: self._budget(key) for key in ("step", "gradient_steps", "time_s")}
 
     def target(self, run: Run) -> float | None:

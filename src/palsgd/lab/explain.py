@@ -10,6 +10,7 @@ from rich.text import Text
 
 from palsgd.checks import check_int
 from palsgd.lab.forecast import Forecast, forecast
+from palsgd.lab.methods import plain_local, takes_outer
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
 from palsgd.methods.palsgd import PALSGDMethod
@@ -40,7 +41,7 @@ def explain(
         )
     shown = range(first_round, min(first_round + rounds, ahead.rounds))
     parts: list[RenderableType] = [headline(ahead)]
-    parts += [*(Schedule(ahead, round) for round in shown), Text(), figures(ahead)]
+    parts += [*(RoundPlan(ahead, round) for round in shown), Text(), figures(ahead)]
     parts += [Text(f"\n{text}") for text in pull(ahead)]
     return parts + [Text(f"! {remark}", style="yellow") for remark in remarks(ahead)]
 
@@ -49,10 +50,10 @@ def headline(ahead: Forecast) -> Text:
     settings = ahead.settings
     phases = []
     if ahead.warmup:
-        name = "" if settings.method == "ddp" else "warm-up, "
+        name = "warm-up, " if ahead.row.rounds else ""
         phases.append(f"{_count(ahead.warmup, 'step')} of {name}DDP (each an all-reduce)")
     if ahead.rounds:
-        H = ahead.method.sync_every
+        H = ahead.sync_every
         phases.append(f"{_count(ahead.rounds, 'round')} of {H:,} ({_sync(settings)})")
     what = f"{settings.method} on {settings.workload}, {_count(settings.workers, 'worker')}"
     text = f"{what}, {_count(ahead.steps, 'step')}: {', then '.join(phases)}"
@@ -70,7 +71,7 @@ def _sync(settings: Settings) -> str:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RoundPlan:
     """A round: a row for each worker, a character for each step, or for some in a long round."""
 
     ahead: Forecast
@@ -111,8 +112,8 @@ def _marks(plan: list[bool], per_mark: int, dull: str, full: str) -> str:
 def figures(ahead: Forecast) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0))
     table.add_column("expected for each worker")
-    H = ahead.method.sync_every
-    for name in ("a step" if ahead.settings.method == "ddp" else f"{H} steps", "the run"):
+    H = ahead.sync_every
+    for name in (f"{H} steps" if ahead.row.rounds else "a step", "the run"):
         table.add_column(name, justify="right")
     gradients = ahead.gradients(H), ahead.warmup + ahead.gradients(ahead.local)
     table.add_row("gradients computed", *(_figure(value) for value in gradients))
@@ -128,23 +129,23 @@ def figures(ahead: Forecast) -> Table:
 
 
 def _add_bytes(table: Table, ahead: Forecast) -> None:
-    H, model, sync = ahead.method.sync_every, ahead.model_numbers, ahead.sync_numbers
-    ddp = H * model, ahead.steps * model
-    if ahead.settings.method == "ddp":
-        own = ddp
-    else:
-        own = sync, ahead.warmup * model + ahead.rounds * sync
-    if ahead.parameters is not None:
-        table.add_row("bytes sent", *(_bytes(numbers) for numbers in own))
-    if ahead.settings.method != "ddp":
-        if ahead.parameters is not None:
-            table.add_row("bytes sent by DDP", *(_bytes(numbers) for numbers in ddp))
+    """What each worker hands over; a ring puts nearly twice that on the wire."""
+    step, run = ahead.ddp_step.bytes_sent, ahead.run.bytes_sent
+    ddp = ahead.sync_every * step, ahead.steps * step
+    own = (ahead.round.bytes_sent if ahead.row.rounds else step), run
+    if ahead.model is not None:
+        table.add_row("bytes sent", *(_bytes(sent) for sent in own))
+    if ahead.row.rounds:
+        if ahead.model is not None:
+            table.add_row("bytes sent by DDP", *(_bytes(sent) for sent in ddp))
         shares = (_share(ours / theirs) for theirs, ours in zip(ddp, own, strict=True))
         table.add_row("of DDP's bytes", *shares)
 
 
 def pull(ahead: Forecast) -> Iterator[str]:
     """What a mixing step does."""
+    if not isinstance(ahead.method, PALSGDMethod):
+        return
     if not ahead.mix_prob or not ahead.local or not ahead.learning_rates[1]:
         return
     low, high = ahead.betas
@@ -158,18 +159,19 @@ def pull(ahead: Forecast) -> Iterator[str]:
 
 def remarks(ahead: Forecast) -> list[str]:
     """What is refused, useless or odd about the settings, a line each."""
-    if ahead.settings.method == "ddp":
+    if not ahead.row.rounds:
         return []
     if not ahead.local:
         return [
             f"warmup_steps={ahead.settings.warmup_steps} covers the whole run of {ahead.steps} "
             "steps, which is plain DDP; use fewer, or more steps"
         ]
-    return [*_about_rounds(ahead), *(_about_mixing(ahead) if ahead.mix_prob else ())]
+    mixes = ahead.mix_prob and isinstance(ahead.method, PALSGDMethod)
+    return [*_about_rounds(ahead), *(_about_mixing(ahead) if mixes else ())]
 
 
 def _about_rounds(ahead: Forecast) -> Iterator[str]:
-    settings, H = ahead.settings, ahead.method.sync_every
+    settings, H = ahead.settings, ahead.sync_every
     if settings.workers == 1:
         yield "workers=1: there is nobody to sync with; use 2 or more"
     if ahead.local < H:
@@ -186,7 +188,7 @@ def _about_rounds(ahead: Forecast) -> Iterator[str]:
         )
     momentum = settings.outer_momentum if settings.outer != "adam" else 0.0
     needed = round(3 / (1 - momentum)) if 0 < momentum < 1 else 0
-    if settings.method != "localsgd" and ahead.rounds < needed:
+    if takes_outer(ahead.row) and ahead.rounds < needed:
         yield (
             f"{_count(ahead.rounds, 'round')} for outer_momentum={momentum:g}, which takes about "
             f"{1 / (1 - momentum):.0f} to build up: the global model lags behind; use {needed} or "
@@ -195,8 +197,8 @@ def _about_rounds(ahead: Forecast) -> Iterator[str]:
 
 
 def _about_mixing(ahead: Forecast) -> Iterator[str]:
-    settings, p, H = ahead.settings, ahead.mix_prob, ahead.method.sync_every
-    assert isinstance(ahead.method, PseudoAsync)
+    settings, p, H = ahead.settings, ahead.mix_prob, ahead.sync_every
+    assert isinstance(ahead.method, PALSGDMethod)
     lr, beta = ahead.learning_rates[1], ahead.betas[1]
     in_a_round = 1 - (1 - min(beta, 1.0)) ** (p * H)
     try:
@@ -213,7 +215,7 @@ def _about_mixing(ahead: Forecast) -> Iterator[str]:
             yield (
                 f"beta={beta:.2g} is near 0: all the mixing of a round pulls a worker back by "
                 f"{100 * in_a_round:.2g}%, at the price of {100 * p:.3g}% of its gradients; use a "
-                "larger mix_rate, or diloco"
+                "larger mix_rate, or " + plain_local().name
             )
     if p >= 0.25:
         yield f"mix_prob={p:g}: from 0.25 on the paper trains faster but worse; try 0.05 to 0.1"
@@ -242,5 +244,5 @@ def _share(share: float) -> str:
     return f"1/{1 / share:.3g}" if share > 0.01 else f"1/{1 / share:,.0f}"
 
 
-def _bytes(numbers: float) -> str:
-    return formats.size(4 * numbers).replace(formats.GAP, " ")
+def _bytes(sent: float) -> str:
+    return formats.size(sent).replace(formats.GAP, " ")

@@ -12,7 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
+from palsgd import registry
+from palsgd.lab.methods import own_settings, takes_outer
 from palsgd.lab.settings import Settings
+from palsgd.optimizer import builder_of
 from palsgd.outer import OuterFactory
 
 
@@ -23,25 +26,16 @@ def build_optimizer(settings: Settings, steps: int, model: nn.Module) -> palsgd.
         "max_norm": settings.max_norm,
         "scheduler": partial(LambdaLR, lr_lambda=partial(learning_rate_factor, settings, steps)),
     }
-    inner = inner_optimizer(settings, model)
-    if settings.method == "ddp":
-        return palsgd.DDP(model, inner, **shared)
-    shared |= {"sync_every": settings.sync_every, "warmup_steps": settings.warmup_steps}
-    shared |= {name: getattr(settings, name) for name in ("compress", "delay", "fragments")}
-    if settings.method == "localsgd":
-        return palsgd.LocalSGD(model, inner, **shared)
-    shared |= {"outer": outer_optimizer(settings)}
-    if settings.method == "diloco":
-        return palsgd.DiLoCo(model, inner, **shared)
-    return palsgd.PALSGD(
-        model,
-        inner,
-        mix_prob=settings.mix_prob,
-        mix_rate=settings.mix_rate,
-        draws=settings.draws,
-        seed=settings.seed,
-        **shared,
-    )
+    row = registry.row(settings.method)
+    if row.rounds:
+        names = ("sync_every", "warmup_steps", "compress", "delay", "fragments", "seed")
+        shared |= {name: getattr(settings, name) for name in names}
+        if row.mixes:
+            shared["draws"] = settings.draws
+        if takes_outer(row):
+            shared["outer"] = outer_optimizer(settings)
+    build = builder_of(row)
+    return build(model, inner_optimizer(settings, model), **own_settings(settings), **shared)
 
 
 def inner_optimizer(settings: Settings, model: nn.Module) -> Optimizer:

@@ -1,32 +1,73 @@
 """What the settings of a run come to, in numbers."""
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
-from palsgd.compression import BLOCK, Codec, CodedMean, find_codec
+from palsgd import registry
+from palsgd.codecs import find_codec
 from palsgd.lab import workloads
 from palsgd.lab.factory import learning_rate_factor
+from palsgd.lab.methods import method_of
 from palsgd.lab.settings import Settings
-from palsgd.layout import fragments
-from palsgd.method import Method
-from palsgd.methods.palsgd import PALSGDMethod
-from palsgd.roll_call import RollCall
+from palsgd.method import Facts, Method
+from palsgd.payload import MethodSize, ModelSize, PayloadSize, wire_bytes
+from palsgd.registry import Row
+from palsgd.schedule import Schedule
+
+NOMINAL = ModelSize(parameters=10**7)  # of a model whose size is not known, for shares of bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one worker exchanges, as its ledger counts it."""
+
+    syncs: int = 0
+    messages: int = 0
+    bytes_sent: int = 0  # handed over
+    bytes_on_the_wire: int = 0  # what the collectives make of them
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(_counts(self), _counts(other), strict=True)))
+
+    def times(self, number: int) -> "Traffic":
+        return Traffic(*(number * count for count in _counts(self)))
+
+
+def _counts(traffic: Traffic) -> list[int]:
+    return list(vars(traffic).values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
     settings: Settings
     method: Method
-    mix_prob: float  # 0 where the method never mixes
     steps: int
-    parameters: int | None
+    model: ModelSize | None  # None where it depends on data
+    schedule: Schedule
+    wrapped: bool  # does a DistributedDataParallel average the gradients of the warm-up?
+
+    @property
+    def row(self) -> Row:
+        return registry.row(self.settings.method)
+
+    @property
+    def sync_every(self) -> int:
+        """H; 1 where gradients are averaged at every step."""
+        return self.schedule.spans[0].length
+
+    @property
+    def mix_prob(self) -> float:
+        """0 where the method never mixes."""
+        return round(1 - self.method.gradient_share, 12)
 
     @property
     def warmup(self) -> int:
-        return int(min(self.method.warmup_steps, self.steps))
+        return int(min(self.schedule.warmup, self.steps))
 
     @property
     def local(self) -> int:
@@ -36,14 +77,22 @@ class Forecast:
     @property
     def rounds(self) -> int:
         """With the last one, which may be cut short."""
-        return math.ceil(self.local / self.method.sync_every)
+        return self.schedule.round_of(self.steps - 1) + 1 if self.local else 0
 
     def steps_of(self, round: int) -> range:
-        start = self.warmup + round * self.method.sync_every
-        return range(start, min(start + self.method.sync_every, self.steps))
+        return self.schedule.steps_of(round)
 
     def plan(self, worker: int, round: int) -> list[bool]:
-        return self.method.plan(worker=worker, round=round)[: len(self.steps_of(round))]
+        steps, settings = self.steps_of(round), self.settings
+        facts = Facts(
+            sync_every=self.sync_every,
+            workers=settings.workers,
+            seed=settings.seed,
+            draws=settings.draws,
+            stops=self.schedule.stops(steps[0]),
+        )
+        length = self.schedule.length(steps[0])
+        return self.method.plan(worker, round, length, facts)[: len(steps)]
 
     def gradients(self, steps: int) -> float:
         """Expected for one worker in this many steps of the local phase."""
@@ -52,7 +101,7 @@ class Forecast:
     @property
     def excess(self) -> float:
         """How much more than the mean the slowest worker of a round computes with own coins."""
-        H = self.method.sync_every
+        H = self.sync_every
         most = expected_most(workers=self.settings.workers, coins=H, chance=1 - self.mix_prob)
         return most / self.gradients(H) - 1
 
@@ -72,67 +121,106 @@ class Forecast:
         low, high = (lr * self.settings.mix_rate / self.mix_prob for lr in self.learning_rates)
         return low, high
 
-    @property
-    def sync_numbers(self) -> float:
-        """What a worker sends in a round, in numbers of 4 bytes; in models, their size unknown."""
-        codec = find_codec(self.settings.compress)
-        if self.parameters is None:
-            return 1.0 if codec is None else codec.width / (4 * BLOCK)
-        roll_call = RollCall(self.settings.workers).size
-        return sum(
-            self._message(len(part), roll_call, codec)
-            for part in fragments(self.parameters, self.settings.fragments)
+    # -- bytes ---------------------------------------------------------------------------------
+
+    @cached_property
+    def payload(self) -> PayloadSize:
+        return PayloadSize.of(
+            self.model or NOMINAL,
+            MethodSize.of(self.method),
+            workers=self.settings.workers,
+            fragments=self.schedule.fragments,
+            delay=self.schedule.spans[0].delay,
+            codec=find_codec(self.settings.compress) if self.row.rounds else None,
         )
 
-    def _message(self, elements: int, extras: int, codec: Codec | None) -> float:
-        workers = self.settings.workers
-        if codec is None or workers == 1:
-            return elements + extras
-        values = torch.empty(elements + extras, device="meta")
-        return CodedMean(values, extras, codec, None, workers).nbytes / 4
+    @property
+    def ddp_step(self) -> Traffic:
+        """A step of the warm-up, or of DDP."""
+        if self.wrapped:
+            return self._traffic([self.payload.ddp()], syncs=1, messages=0)
+        return self._traffic(self.payload.warmup(), syncs=1)
 
     @property
-    def model_numbers(self) -> float:
-        return 1.0 if self.parameters is None else self.parameters
+    def round(self) -> Traffic:
+        """A round: a sync of each fragment. Where rounds differ, the first."""
+        return sum((self._sync(f, 0) for f in range(self.schedule.fragments)), Traffic())
+
+    @cached_property
+    def run(self) -> Traffic:
+        """All of it."""
+        found = self.ddp_step.times(self.warmup)
+        if not self.local:
+            return found
+        found += self._traffic(self.payload.start(), syncs=0)
+        period = math.lcm(*(part.every for part in self.payload.parts))
+        kinds = Counter(
+            (due.fragment, self.schedule.round_of(clock - 1) % period)
+            for clock, dues in self.schedule.exchanges(self.steps, start=self.warmup)
+            for due in dues
+            if due.kind != "apply"  # it was counted when it was sent
+        )
+        return sum((self._sync(*kind).times(n) for kind, n in kinds.items()), found)
+
+    def _sync(self, fragment: int, round: int) -> Traffic:
+        sent = self.payload.sync(fragment, round)
+        wire = self.payload.on_the_wire(fragment, round)
+        return replace(self._traffic(sent, syncs=1), bytes_on_the_wire=wire)
+
+    def _traffic(self, sent: list[int], *, syncs: int, messages: int | None = None) -> Traffic:
+        return Traffic(
+            syncs,
+            len(sent) if messages is None else messages,
+            sum(sent),
+            sum(wire_bytes(size, self.settings.workers) for size in sent),
+        )
 
 
 def forecast(
-    settings: Settings, *, examples: int | None = None, parameters: int | None = None
+    settings: Settings,
+    *,
+    examples: int | None = None,
+    parameters: int | None = None,
+    model: ModelSize | None = None,
+    simulated: bool = False,
 ) -> Forecast:
-    """`examples` and `parameters` are those of the workload as it was loaded; without them, of the
-    published data and of the model."""
+    """`examples`, and `parameters` or `model`, are those of the workload as it was loaded; without
+    them, of the published data and of its model. In a simulation, and where a worker is alone, no
+    DistributedDataParallel averages the gradients of the warm-up."""
+    if parameters is not None:
+        model = ModelSize(parameters=parameters)
+    steps = settings.total_steps(
+        workloads.kind(settings.workload).examples if examples is None else examples
+    )
     return Forecast(
         settings=settings,
         method=method_of(settings),
-        mix_prob=settings.mix_prob if settings.method == "palsgd" else 0.0,
-        steps=settings.total_steps(
-            workloads.kind(settings.workload).examples if examples is None else examples
-        ),
-        parameters=parameters_of(settings.workload) if parameters is None else parameters,
+        steps=steps,
+        model=model or model_size(settings.workload, settings.buffers),
+        schedule=schedule_of(settings, steps),
+        wrapped=not simulated and settings.workers > 1,
     )
 
 
-def method_of(settings: Settings) -> Method:
-    """What the optimizer that is built from these settings has as its method."""
-    if settings.method == "ddp":
-        return Method(sync_every=1, warmup_steps=math.inf)
+def schedule_of(settings: Settings, steps: int) -> Schedule:
+    """That of the optimizer that is built from these settings."""
+    if not registry.row(settings.method).rounds:
+        return Schedule.fixed(sync_every=1, warmup=math.inf, end=steps)
     if settings.sync_every == "auto":
         raise ValueError(
             "sync_every=auto is chosen when training runs, from what it measures; give a number "
             "here"
         )
-    mixes = settings.method == "palsgd"
-    return PALSGDMethod(
+    return Schedule.fixed(
         sync_every=int(settings.sync_every),
-        warmup_steps=settings.warmup_steps,
-        mix_prob=settings.mix_prob if mixes else 0.0,
-        mix_rate=settings.mix_rate if mixes else 0.0,
-        draws=settings.draws if mixes else "balanced",
-        seed=settings.seed if mixes else 0,
+        warmup=settings.warmup_steps,
+        fragments=settings.fragments,
+        delay=settings.delay,
+        end=steps,
     )
 
 
-def parameters_of(workload: str) -> int | None:
+def model_size(workload: str, buffers: str = "average") -> ModelSize | None:
     """Of the workload's model; None for one whose shape depends on its data."""
     kind = workloads.kind(workload)
     try:
@@ -140,7 +228,13 @@ def parameters_of(workload: str) -> int | None:
             model = kind.model(object.__new__(kind))  # a workload that has not loaded its data
     except AttributeError:
         return None
-    return sum(p.numel() for p in model.parameters())
+    return ModelSize.of(model, buffers)
+
+
+def parameters_of(workload: str) -> int | None:
+    """Of the workload's model; None for one whose shape depends on its data."""
+    found = model_size(workload)
+    return None if found is None else found.parameters
 
 
 def expected_most(*, workers: int, coins: int, chance: float) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from palsgd.lab.methods import is_baseline, without_effect
 from palsgd.lab.run_folder import Run
 
 SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
@@ -11,16 +12,6 @@ SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 _NOT_SETTINGS = {
     "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command",
 }  # fmt: skip
-
-# A comparison hands all methods the same settings; these have no effect on the method.
-_OUTER = ("outer", "outer_lr", "outer_momentum")
-_SYNC = ("compress", "delay", "fragments")
-_MIXING = ("mix_prob", "mix_rate", "draws")
-_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "ddp": ("sync_every", "warmup_steps", *_SYNC, *_MIXING, *_OUTER),
-    "localsgd": (*_MIXING, *_OUTER),
-    "diloco": _MIXING,
-}
 
 
 @dataclass(eq=False)
@@ -31,6 +22,11 @@ class Group:
     settings: dict[str, Any]  # those that have an effect on the method
     runs: list[Run] = field(default_factory=list)
     label: str = ""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Are the others measured against it?"""
+        return is_baseline(self.method)
 
     @property
     def finished(self) -> list[Run]:
@@ -56,7 +52,7 @@ def group(runs: list[Run]) -> list[Group]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    without = _NOT_SETTINGS.union(_WITHOUT_EFFECT.get(run.method, ()))
+    without = _NOT_SETTINGS | without_effect(run.method)
     return {key: value for key, value in run.config.items() if key not in without}
 
 

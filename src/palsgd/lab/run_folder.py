@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
+from palsgd import registry
 from palsgd.lab.atomic import PART, atomic_path, atomic_write
-from palsgd.lab.settings import METHODS
+from palsgd.lab.methods import is_baseline
 
 SCHEMA = 1
 Line = dict[str, Any]
@@ -274,8 +275,8 @@ def _read_summary(path: Path) -> Record:
 
 
 def _usual_order(run: Run) -> tuple[Any, ...]:
-    known = METHODS.index(run.method) if run.method in METHODS else len(METHODS)
-    return known, run.method, _natural(run.name)
+    known = run.method in registry.names()
+    return not is_baseline(run.method), not known, run.method, _natural(run.name)
 
 
 def _natural(text: str) -> list[tuple[float, str]]:

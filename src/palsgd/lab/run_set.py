@@ -4,20 +4,19 @@ import functools
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palsgd.auto_interval import interval
 from palsgd.lab.comparison import compared
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
+from palsgd.lab.methods import method_of
 from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import Settings, parsed
+from palsgd.lab.settings import Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
-from palsgd.methods.palsgd import PALSGDMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +44,10 @@ def check_folder(out: Path, options: Options) -> None:
         )
 
 
-def check_mixing(settings: Settings) -> None:
-    """That the pull towards the global model is a share; before anything runs, not at the point
-    of a sweep that asks for more."""
-    if settings.method == "palsgd" and settings.mix_prob:
-        chosen = settings.as_dict() | {"sync_every": interval(settings.sync_every)[0]}
-        names = [field.name for field in fields(PseudoAsync)]
-        PALSGDMethod(**{name: chosen[name] for name in names}).betas([settings.lr])
+def check_method(settings: Settings) -> None:
+    """That the method can work with its settings and the learning rate; before anything runs, not
+    at the point of a sweep that asks for more."""
+    method_of(settings).check([settings.lr])
 
 
 def run_all(
@@ -60,7 +56,7 @@ def run_all(
     """Do the runs that are not finished, each in a folder of its name; then compare them all.
     Records of the collection also tell the `swept` fields."""
     for settings in runs.values():
-        check_mixing(settings)
+        check_method(settings)
         if under_torchrun():
             check_world(settings.workers)
     if under_torchrun() and options.simulate:
@@ -121,7 +117,7 @@ def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -
     for name, folder in folders.items():
         folder.write_summary(found[name])
     found = {
-        name: {field: getattr(runs[name], field) for field in swept} | record
+        name: {field: runs[name].as_dict()[setting_name(field)] for field in swept} | record
         for name, record in found.items()
     }
     write_json(out / "summary.json", found)

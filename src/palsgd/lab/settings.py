@@ -5,12 +5,11 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from palsgd import registry
 from palsgd.checks import below, check_choice, check_number
-
-METHODS = ("ddp", "localsgd", "diloco", "palsgd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,9 @@ class Settings:
     checkpoint_every: int | None = None  # rounds; None: whenever the model is evaluated
     cluster: str | None = None  # whose time a simulation tells, e.g. 100mbit,20ms,step=50ms
 
+    # of methods, beyond what is above, by their names as settings
+    method_settings: Mapping[str, Any] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -78,7 +80,10 @@ class Settings:
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """With these values, given as text or as they are; steps and epochs exclude each other."""
-        values = {name: parsed(name, value) for name, value in changes.items()}
+        values = {setting_name(name): parsed(name, value) for name, value in changes.items()}
+        own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
+        if own:
+            values["method_settings"] = {**self.method_settings, **own}
         if values.get("steps") is not None:
             values.setdefault("epochs", None)
         if values.get("epochs") is not None:
@@ -101,11 +106,20 @@ class Settings:
         return max(1, round(self.epochs * steps))
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Flat, with the methods' own settings among the others."""
+        values = asdict(self)
+        return values | values.pop("method_settings")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Settings":
+        """What `as_dict` gave."""
+        own = {name: value for name, value in values.items() if name not in FIELDS}
+        known = {name: value for name, value in values.items() if name in FIELDS}
+        return cls(**known, method_settings=own)
 
 
 CHOICES = {
-    "method": METHODS,
+    "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
     "buffers": ("average", "local"),
     "inner": ("sgd", "adam", "adamw"),
@@ -127,7 +141,21 @@ RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
     **dict.fromkeys(("epochs", "max_norm"), _POSITIVE),
 }
-FIELDS = {field.name: field for field in fields(Settings)}
+FIELDS = {each.name: each for each in fields(Settings) if each.name != "method_settings"}
+# Fields above that are a method's own where it has one of that name. Any other setting of a method
+# whose name is that of a field above (a method's own lr, say) is written with this prefix.
+OF_METHODS = ("mix_prob", "mix_rate")
+PREFIX = "method."
+
+
+def setting_name(name: str) -> str:
+    """The one name of a setting, which may be given with the prefix or without."""
+    return method_setting(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
+
+
+def method_setting(field: str) -> str:
+    """The name under which a field of a method is set."""
+    return PREFIX + field if field in FIELDS and field not in OF_METHODS else field
 
 
 def parsed(name: str, value: Any) -> Any:
@@ -141,6 +169,8 @@ def parsed(name: str, value: Any) -> Any:
     if (name, value) == ("sync_every", "auto"):
         return value
     kind = next(k for k in kinds if k is not type(None))
+    if kind is bool:
+        return value.lower() in ("true", "yes", "1")
     try:
         return kind(value)
     except ValueError:
@@ -150,8 +180,10 @@ def parsed(name: str, value: Any) -> Any:
 
 
 def check_field(name: str) -> None:
-    if name not in FIELDS:
-        (nearest,) = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.0)
+    if name not in FIELDS and name.removeprefix(PREFIX) not in _method_fields():
+        spelt = PREFIX.__add__ if name.startswith(PREFIX) else method_setting
+        known = [*FIELDS, *map(spelt, _method_fields())]
+        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ValueError(f"there is no setting {name!r}; did you mean {nearest!r}?")
 
 
@@ -168,5 +200,17 @@ def assignments(texts: list[str]) -> dict[str, str]:
 
 
 def _kinds(name: str) -> tuple[type, ...]:
-    hint = typing.get_type_hints(Settings)[name]
+    own = name.removeprefix(PREFIX)
+    at_home = name in FIELDS or own in OF_METHODS
+    hint = typing.get_type_hints(Settings)[own] if at_home else _method_fields()[own]
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _method_fields() -> dict[str, Any]:
+    """The fields of all methods, with their types. Asked for when a name is not one of ours, as it
+    takes torch to know them."""
+    found: dict[str, Any] = {}
+    for row in registry.rows():
+        hints = typing.get_type_hints(row.method)
+        found = {name: hints[name] for name in row.settings()} | found
+    return found

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import palsgd
+from palsgd import registry
+from palsgd.lab.evaluation import evaluation_is_due
 from palsgd.lab.factory import (
     MeanNorm,
     agreement,
@@ -36,6 +38,7 @@ class SimulatedRun:
         self.every = settings.evaluate_every or max(1, self.steps // 20)
         self._mean_norm: MeanNorm | None = None
         self._model: nn.Module | None = None  # that is shown as the global one
+        self._opt: palsgd.LocalOptimizer | None = None  # worker 0's
         self._start = (math.nan, math.nan)
         self._best: dict[str, Any] = {}
 
@@ -53,8 +56,12 @@ class SimulatedRun:
     def method(self, model: nn.Module) -> palsgd.LocalOptimizer:
         opt = build_optimizer(self.settings, self.steps, model)
         if opt.transport.worker == 0:
-            self._mean_norm, self._model = MeanNorm(opt), model
+            self._mean_norm, self._model, self._opt = MeanNorm(opt), model, opt
         return opt
+
+    def evaluation_is_due(self, clock: int) -> bool:
+        assert self._opt is not None
+        return evaluation_is_due(self._opt.schedule, self.every, clock)
 
     def begin(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> None:
         """Evaluate the model as simulate will build it."""
@@ -155,7 +162,7 @@ def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | st
 
         def is_due(clock: int) -> bool:
             bar.at(clock)
-            return _evaluation_is_due(settings, first.every, clock)
+            return first.evaluation_is_due(clock)
 
         results = palsgd.simulate_many(
             [{"method": run.method, "seed": run.settings.seed, "data": run.batches}
@@ -182,29 +189,9 @@ def _title(runs: list[SimulatedRun]) -> str:
     return f"{settings.workload} {settings.method if count == 1 else f'{count} runs'}"
 
 
-def _evaluation_is_due(settings: Settings, every: int, clock: int) -> bool:
-    """At the first exchange at or after each multiple of `every`."""
-    local = clock - settings.warmup_steps
-    if settings.method == "ddp" or local <= 0:
-        return clock % every == 0
-    return clock // every > _exchange_before(settings, clock) // every
-
-
-def _exchange_before(settings: Settings, clock: int) -> int:
-    """The clock at which the sync before this one was applied, or the local phase began."""
-    every, parts = int(settings.sync_every), settings.fragments
-    round = (clock - settings.warmup_steps) // every
-    applied = [
-        settings.warmup_steps + r * every + (f + 1) * every // parts + settings.delay
-        for r in range(max(0, round - 2), round + 1)
-        for f in range(parts)
-    ]
-    return max((each for each in applied if each < clock), default=settings.warmup_steps)
-
-
 def shape_of(settings: Settings) -> tuple[Any, ...]:
     """Equal for settings that differ in nothing but what is in FREE."""
     fixed = {k: v for k, v in settings.as_dict().items() if k not in FREE}
-    if settings.method != "ddp":
+    if registry.row(settings.method).rounds:
         fixed["method"] = "local"
     return tuple(sorted((k, str(v)) for k, v in fixed.items()))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import palsgd
+from palsgd.events import Synced
 
 ROUNDS = 3
 
@@ -20,6 +21,11 @@ class Timeline:
         self._spans: list[dict[str, Any]] = []
         self._free = 0.0  # when the last step ended
         self._before, self._in_step = (0.0, 0.0, 0), False
+        self._synced: dict[str, Any] | None = None  # the ledger's line of this step's last sync
+        opt.on(Synced, self._note_sync)
+
+    def _note_sync(self, event: Synced) -> None:
+        self._synced = self._opt.ledger.history[-1]
 
     def pause(self) -> None:
         self._past = self._now()
@@ -32,7 +38,7 @@ class Timeline:
             self._free = self._past
 
     def before_step(self) -> None:
-        self._in_step = True
+        self._in_step, self._synced = True, None
         self._wait_for_gpu()
         ledger = self._opt.ledger
         self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s, self._opt.rounds)
@@ -44,12 +50,12 @@ class Timeline:
         mixing_before, sync_before, rounds = self._before
         if rounds < ROUNDS and self._in_local_phase():
             mixing = ledger.mixing_s - mixing_before
-            sync = ledger.sync_s + ledger.waiting_s - sync_before if self._opt.synced else 0.0
+            sync = ledger.sync_s + ledger.waiting_s - sync_before if self._synced else 0.0
             self._add("gradient", self._free, end - sync - mixing)
             self._add("mixing", end - sync - mixing, end - sync)
             self._add("sync", end - sync, end)
             if sync and self._spans:
-                self._spans[-1]["entry"] = ledger.history[-1]  # will say how much was waiting
+                self._spans[-1]["entry"] = self._synced  # will say how much was waiting
         self._free, self._in_step = end, False
 
     def _wait_for_gpu(self) -> None:
@@ -60,7 +66,7 @@ class Timeline:
             torch.cuda.synchronize()
 
     def _in_local_phase(self) -> bool:
-        return self._opt.ledger.gradient_steps > self._opt.ledger.warmup_steps
+        return not self._opt.schedule.warms_up(self._opt.clock - 1)
 
     def _now(self) -> float:
         return self._past + time.perf_counter() - self._zero

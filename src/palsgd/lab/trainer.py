@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import palsgd
+from palsgd.events import Averaged, Event, Synced
 from palsgd.lab.device import device_words, wait_for
+from palsgd.lab.evaluation import evaluation_is_due
 from palsgd.lab.factory import (
     MeanNorm,
     agreement,
@@ -76,7 +78,8 @@ class Trainer:
             folder.clear()
             folder.create(self._config())
         self._go_on()
-        self.opt.after_exchange(self._after_exchange)
+        self.opt.on(Averaged, self._after_exchange)
+        self.opt.on(Synced, self._after_exchange)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -127,10 +130,12 @@ class Trainer:
             return nullcontext()
         return self.model.no_sync()
 
-    def _after_exchange(self) -> None:
+    def _after_exchange(self, event: Event) -> None:
         """Record, evaluate, save. Here and not after step(): all workers come here at the same
         points of the clock, but one whose next steps are all mixing passes several of them in
         one step. The end is seen to in train()."""
+        if isinstance(event, Synced) and not event.completes:
+            return
         self._record()
         if self.opt.clock >= self.steps:
             return
@@ -141,17 +146,16 @@ class Trainer:
             self._save()
 
     def _evaluation_is_due(self) -> bool:
-        """At the first exchange at or after each multiple of `every`, as in a simulation. A
-        checkpoint comes after the evaluations due by then, so a resumed run has the same ones."""
-        return self.opt.clock // self._every > self._evaluated_at // self._every
+        return evaluation_is_due(self.opt.schedule, self._every, self.opt.clock)
 
     def _warming_up(self) -> bool:
-        return self.settings.method == "ddp" or self.opt.clock <= self.settings.warmup_steps
+        """Was the last step one of the warm-up?"""
+        return self.opt.schedule.warms_up(self.opt.clock - 1)
 
     def _checkpoint_is_due(self, evaluated: bool) -> bool:
         if self.settings.checkpoint_every is None:
             return evaluated
-        every = self.settings.checkpoint_every * self.opt.method.sync_every
+        every = self.settings.checkpoint_every * self.opt.sync_every
         return self.opt.clock - self._saved_at >= every
 
     # -- records ---------------------------------------------------------------------------------
@@ -159,8 +163,7 @@ class Trainer:
     def _record(self) -> None:
         """This worker's part of a line; they are put together at the next evaluation, so that
         recording sends nothing in between."""
-        clock = self.opt.clock
-        warming_up = clock <= self.settings.warmup_steps or self.settings.method == "ddp"
+        clock, warming_up = self.opt.clock, self._warming_up()
         due = self._evaluation_is_due() or clock >= self.steps
         if warming_up and not due and clock % max(1, self.steps // WARMUP_LINES):
             return

@@ -11,4 +11,5 @@ ROW = Row(
     colours=("#56606b", "#b4bdc7"),
     rounds=False,
     baseline=True,
+    default=True,
 )

@@ -1,6 +1,6 @@
 """DiLoCo (Douillard et al., 2023): Local SGD with a Nesterov step on the mean displacement.
 
-    D = mean_k (x - x_k),  v <- m v + D,  x <- x - lr (D + m v),  x_k <- x
+D = mean_k (x - x_k),  v <- m v + D,  x <- x - lr (D + m v),  x_k <- x
 """
 
 from palsgd.method import Method
@@ -15,4 +15,5 @@ ROW = Row(
     colours=("#0072b2", "#5cb8f2"),
     dashes=(5, 1.8),
     outer=nesterov,
+    default=True,
 )

@@ -18,4 +18,5 @@ ROW = Row(
     dashes=(1, 1.6),
     outer=plain_average,
     fixed_outer=True,
+    default=True,
 )

@@ -92,7 +92,7 @@ class StackedRules:
 
     def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
         share, at = self._method.gradient_share, self._worker.at
-        at.clock, at.synced = clock, False
+        at.clock, at.synced, at.rates = clock, False, list(rates[-1])
         at.gradient_steps += len(stretches[0].slots)
         for k, (stretch, ledger) in enumerate(zip(stretches, self._run.ledgers, strict=True)):
             ledger.gradient_steps += len(stretch.slots)
@@ -137,6 +137,7 @@ class StackedRules:
             round=round,
             gradient_steps=_difference(self._steps, steps),
             rate_sums=[_difference(now, then) for now, then in pairs],
+            rates=self._worker.at.rates,
         )
 
     def _synced(self, found: StackedPending) -> None:

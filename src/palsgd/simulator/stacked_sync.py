@@ -38,6 +38,7 @@ class StackedMoment(NamedTuple):
     round: int
     gradient_steps: Tensor  # one entry per worker
     rate_sums: list[Tensor]  # for each parameter group, one entry per worker
+    rates: list[float]  # of each parameter group, in the last step before it
 
 
 @dataclass
@@ -364,6 +365,7 @@ class StackedSyncer:
             at.fragment,
             [sums[index] for sums in at.rate_sums],
             local,
+            rates=at.rates,
             round=at.round,
             gradient_steps=at.gradient_steps[index],
         )

@@ -137,10 +137,10 @@ class StackedView:
     def whole(self, chosen: Selection, **known: Any) -> WorkerTensors:
         """All tensors of the model."""
         w = self._made(chosen, None, self.replica.groups, {}, known)
-        vars(w)["_pull_rows"] = partial(self._pull, chosen.workers)
+        vars(w)["_mix_rows"] = partial(self._mix, chosen.workers)
         return w
 
-    def _pull(self, workers: Sequence[int], group: int, weight: Rate) -> None:
+    def _mix(self, workers: Sequence[int], group: int, weight: Rate) -> None:
         """Pull workers towards the anchor, those of equal weight together."""
         stacked = self.own(self.stack.params)
         members = self.replica.groups[group]
@@ -164,10 +164,13 @@ class StackedView:
         fragment: int,
         rate_sums: list[Tensor],
         local: list[Tensor] | None = None,
+        *,
+        rates: Sequence[float],
         **known: Any,
     ) -> WorkerTensors:
         """The tensors of a fragment. `local` are the workers' as they were sent, if they have
-        moved on; `rate_sums` has one entry per worker for each parameter group."""
+        moved on; `rate_sums` has one entry per worker for each parameter group, `rates` a number
+        that all workers share."""
         owners = self.anchor.owners(fragment)
         group_of = [self._group_of[i] for i in owners]
         groups = [
@@ -175,7 +178,8 @@ class StackedView:
             for g in range(len(self.replica.groups))
         ]
         more: dict[str, Callable[[], Any]] = {
-            "rate_sums": lambda: self._rate_sums(fragment, group_of, rate_sums)
+            "rates": lambda: [rates[g] for g in group_of],
+            "rate_sums": lambda: self._rate_sums(fragment, group_of, rate_sums),
         }
         if local is not None:
             more["local"] = lambda: local

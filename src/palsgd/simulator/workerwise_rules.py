@@ -74,7 +74,8 @@ class WorkerwiseRules:
         share = self._run.method.gradient_share
         for worker, stretch in zip(self._workers, stretches, strict=True):
             taken = [[rate / share for rate in rates[slot.tick]] for slot in stretch.slots]
-            worker.passed(clock, rates=taken, mixing_steps=stretch.mixing_steps)
+            mixing = stretch.mixing_steps
+            worker.passed(clock, rates=taken, last=rates[-1], mixing_steps=mixing)
 
     # -- syncs ---------------------------------------------------------------------------------
 

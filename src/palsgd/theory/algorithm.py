@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
+from palsgd.schedule import Schedule
 from palsgd.theory.problems import Problem
 from palsgd.theory.theorem import Setting
 
@@ -91,9 +92,9 @@ def run(
     anchor = start.expand(source.runs, 1, problem.dim)
     average = WeightedMean(1 - problem.mu * setting.lr)
     outcome = Outcome(start.expand(source.runs, problem.dim))
-    for first in range(0, setting.steps, setting.sync_every):
-        length = min(setting.sync_every, setting.steps - first)
-        coins = source.coins(first // setting.sync_every)[..., None]
+    schedule, first = Schedule.fixed(sync_every=setting.sync_every), 0
+    for end, _ in schedule.exchanges(setting.steps):
+        length, coins = end - first, source.coins(schedule.round_of(first))[..., None]
         local = anchor.expand(-1, setting.workers, -1)
         for place in range(length):
             after = step(problem, setting, local, anchor, coins[place], source.sample())
@@ -103,7 +104,7 @@ def run(
             if first + place + 1 in snapshots:
                 outcome.at[first + place + 1] = average.with_more(anchor[:, 0], place + 1)
         average.add(anchor[:, 0], length)
-        anchor = local.mean(dim=1, keepdim=True)
+        anchor, first = local.mean(dim=1, keepdim=True), end
     outcome.average = average.value
     return outcome
 

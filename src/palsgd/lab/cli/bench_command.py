@@ -10,6 +10,7 @@ from palsgd.lab.cli.common_options import (
     Device,
     Download,
     Force,
+    Methods,
     MixProb,
     MixRate,
     Out,
@@ -20,8 +21,7 @@ from palsgd.lab.cli.common_options import (
     new_folder,
     settings_from,
 )
-from palsgd.lab.cli.output import fail
-from palsgd.lab.settings import METHODS
+from palsgd.lab.cli.output import fail, print_parts
 
 
 def link(
@@ -42,7 +42,7 @@ def link(
     lossy: Annotated[
         float | None, typer.Option(help="Share of the packets that the last worker's link drops.")
     ] = None,
-    methods: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(METHODS),
+    methods: Methods = None,
     workers: Workers = None,
     steps: Annotated[int | None, typer.Option(help="Of the clock.", show_default="64")] = None,
     sync_every: Annotated[int | None, typer.Option(help="H.", show_default="16")] = None,
@@ -62,8 +62,6 @@ def link(
 
     Example: palsgd bench link stories --workers 4 --rate 100mbit --latency 20
     """
-    from rich.console import Console
-
     from palsgd.lab import bench_link
     from palsgd.lab.links import unavailable
     from palsgd.lab.run_set import Options
@@ -86,7 +84,5 @@ def link(
         result = bench_link.bench(runs, links, out, options)
     except KeyboardInterrupt:
         fail(f"stopped; what is done is in {out}", 130)
-    console = Console()
-    for part in bench_link.tables(result):
-        (console if console.is_terminal else Console(width=160)).print(part, highlight=False)
+    print_parts(bench_link.tables(result))
     typer.echo(f"results: {out}")

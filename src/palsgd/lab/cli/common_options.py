@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from palsgd import registry
 from palsgd.lab.settings import Settings, assignments
 
 Recipe = Annotated[
@@ -15,6 +16,14 @@ Recipe = Annotated[
 Changes = Annotated[
     list[str] | None,
     typer.Argument(help="Any other settings, e.g. lr=0.01 warmup_steps=100.", show_default=False),
+]
+METHODS = ", ".join(registry.names())
+MethodName = Annotated[str | None, typer.Option(help=f"One of {METHODS}.")]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Which, separated by commas, of {METHODS}.", show_default="the paper's four"
+    ),
 ]
 Workers = Annotated[int | None, typer.Option(help="How many.", show_default="the recipe's")]
 Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
@@ -72,7 +81,12 @@ def cluster_fields(spec: str | None) -> str | None:
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
-def method_names(methods: str) -> tuple[str, ...]:
+def method_names(methods: str | None) -> tuple[str, ...]:
+    """Those that are asked for; by default the ones whose rows say so."""
+    if methods is None:
+        from palsgd.lab.methods import default_names
+
+        return default_names()
     return tuple(name.strip() for name in methods.split(","))
 
 

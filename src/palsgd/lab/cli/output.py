@@ -8,18 +8,13 @@ from typing import Any, NoReturn
 
 
 def print_table(folders: list[Path]) -> None:
-    from rich.console import Console
-
     from palsgd.lab.report import terminal_table
 
-    console = Console()
-    # in a file or pipe nothing forces long names of runs to be folded
-    wide = console if console.is_terminal else Console(width=160)
-    wide.print(terminal_table(folders))
+    print_parts([terminal_table(folders)])
 
 
 def print_parts(parts: Iterable[Any]) -> None:
-    """Wide where nothing forces tables to be folded."""
+    """In a file or pipe nothing forces tables to be folded, so there they may be wide."""
     from rich.console import Console
 
     console = Console()

@@ -13,6 +13,8 @@ from palsgd.lab.cli.common_options import (
     Device,
     Download,
     Force,
+    MethodName,
+    Methods,
     MixProb,
     MixRate,
     OnCluster,
@@ -32,7 +34,7 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.output import fail, print_table, progress_reporter
-from palsgd.lab.settings import METHODS, Settings, assignments
+from palsgd.lab.settings import Settings, assignments
 
 
 def demo(
@@ -42,14 +44,14 @@ def demo(
 
     Example: palsgd demo
     """
-    _compare(settings_from("digits", None), METHODS, out, "demo", quiet=quiet, force=force,
-             resume=resume)  # fmt: skip
+    settings, methods = settings_from("digits", None), method_names(None)
+    _compare(settings, methods, out, "demo", quiet=quiet, force=force, resume=resume)
 
 
 def train(
     recipe: Recipe,
     changes: Changes = None,
-    method: Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}.")] = None,
+    method: MethodName = None,
     workers: Workers = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
@@ -83,7 +85,7 @@ def train(
 def compare(
     recipe: Recipe,
     changes: Changes = None,
-    methods: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(METHODS),
+    methods: Methods = None,
     workers: Workers = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
@@ -183,7 +185,7 @@ def report(
 def explain(
     recipe: Recipe,
     changes: Changes = None,
-    method: Annotated[str | None, typer.Option(help=f"One of {', '.join(METHODS)}.")] = None,
+    method: MethodName = None,
     workers: Workers = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,

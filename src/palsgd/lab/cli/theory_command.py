@@ -10,6 +10,7 @@ from palsgd.lab.cli.common_options import (
     Quiet,
     new_folder,
 )
+from palsgd.lab.cli.output import print_parts
 
 
 def theory(
@@ -46,7 +47,7 @@ def theory(
     Example: palsgd theory --problem logistic --mu 0.25 --workers 8 --out runs/theory
     """
     from palsgd.lab.theory_report.command import run_theory
-    from palsgd.lab.theory_report.terminal import show
+    from palsgd.lab.theory_report.terminal import parts
 
     results, page = run_theory(
         problem=problem, dim=dim, mu=mu, smoothness=smoothness, sigma=sigma, curvatures=spectrum,
@@ -54,5 +55,5 @@ def theory(
         mix_prob=mix_prob, lr=lr, mix_rate=mix_rate, draws=draws, seeds=seeds, seed=seed,
         device=device, out=out or new_folder("theory"), force=force, quiet=quiet,
     )  # fmt: skip
-    show(results)
+    print_parts(parts(results))
     typer.echo(f"page: {page}")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import wait_for, worker_device
 from palsgd.lab.factory import build_optimizer
+from palsgd.lab.methods import plain_local
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def measured(jobs: dict[str, Any]) -> dict[str, Any]:
-    runs = {name: Settings(**settings) for name, settings in jobs["runs"].items()}
+    runs = {name: Settings.from_dict(settings) for name, settings in jobs["runs"].items()}
     first = next(iter(runs.values()))
     device = worker_device(jobs["device"], dist.get_rank())  # gloo carries what is sent
     workload = load(first.workload, data=jobs["data"], device=device, seed=first.seed)
@@ -117,7 +118,8 @@ def compute_seconds(settings: Settings, workload: Workload) -> float:
     other programs may come and go."""
     torch.manual_seed(settings.seed)
     net = workload.model().to(workload.device)
-    never = settings.changed({"method": "localsgd", "sync_every": 10**6, "warmup_steps": 0})
+    local = {"method": plain_local().name, "compress": None, "delay": 0, "fragments": 1}
+    never = settings.changed(local | {"sync_every": 10**6, "warmup_steps": 0})
     opt = build_optimizer(never, COMPUTE_STEPS, net)
     for step in range(COMPUTE_STEPS):
         if step == COMPUTE_STEPS // 5:
@@ -151,8 +153,8 @@ def _trained(
     ledger = trainer.opt.ledger
     mine = {"wall_s": trainer._seconds, "kernel_bytes": trainer.kernel_bytes} | {
         name: getattr(ledger, name)
-        for name in ("gradient_steps", "syncs", "messages", "bytes_sent", "gradient_s",
-                     "mixing_s", "sync_s", "waiting_s")
+        for name in ("gradient_steps", "syncs", "messages", "bytes_sent", "bytes_on_the_wire",
+                     "gradient_s", "mixing_s", "sync_s", "waiting_s")
     }  # fmt: skip
     everyone = _gathered(mine)
     means = {name: statistics.fmean(each[name] for each in everyone) for name in mine}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from palsgd.cluster import Cluster, Work
 from palsgd.cluster.gradient_counts import Expected
+from palsgd.lab import methods
 
 INTERVALS = tuple(2**n for n in range(2, 13))  # the H that are tried
 SHARE = 0.05  # of the time that may go into exchanges: a longer H hardly pays
@@ -38,7 +39,7 @@ class Choice:
     step_s: float  # of a step of the local phase, or of DDP
     exchanging: float  # share of that time
     run_s: float  # of the whole run, warm-up and extra steps included
-    bytes_sent: float  # in the run, by each worker
+    bytes_on_the_wire: float  # in the run, of each worker
     gradient_s: float  # seconds for each gradient, extra steps included
 
 
@@ -48,12 +49,12 @@ def ddp(cluster: Cluster, task: Task) -> Choice:
     found = cluster.project(work, steps=steps)
     step = found.time_s / steps
     return Choice(
-        method="ddp",
+        method=methods.baseline().name,
         work=work,
         step_s=step,
         exchanging=found.exchange_s / found.time_s,
         run_s=step * task.steps,
-        bytes_sent=found.bytes_sent / steps * task.steps,
+        bytes_on_the_wire=found.bytes_on_the_wire / steps * task.steps,
         gradient_s=step,
     )
 
@@ -71,13 +72,13 @@ def local(cluster: Cluster, task: Task, work: Work, base: Choice) -> Choice:
     behind = max(0, task.steps - task.warmup_steps) * longer
     warm = min(task.warmup_steps, task.steps)
     return Choice(
-        method="palsgd" if work.mix_prob else "diloco",
+        method=(methods.mixing() if work.mix_prob else methods.plain_local()).name,
         work=work,
         step_s=step,
         exchanging=max(0.0, 1 - computing / step),
         run_s=warm * base.step_s + behind * step,
-        bytes_sent=warm * base.bytes_sent / task.steps
-        + behind / work.sync_every * found.bytes_sent / rounds,
+        bytes_on_the_wire=warm * base.bytes_on_the_wire / task.steps
+        + behind / work.sync_every * found.bytes_on_the_wire / rounds,
         gradient_s=step * longer / (1 - work.mix_prob),
     )
 
@@ -95,13 +96,17 @@ def choices(cluster: Cluster, task: Task) -> list[Choice]:
     return sorted(found, key=lambda choice: choice.run_s)
 
 
+def baseline_of(found: list[Choice]) -> Choice:
+    return next(choice for choice in found if choice.work.is_ddp)
+
+
 def best_of(found: list[Choice]) -> Choice:
     """The plainest that does: DDP where nothing is worth leaving it; else, in the order of what
     they change (overlap, int8, both, ...), the first whose H is among those that the paper tried;
     else that with the shortest H."""
-    base = next(choice for choice in found if choice.method == "ddp")
+    base = baseline_of(found)
     local = [choice for choice in found if choice.work.mix_prob]
-    local = local or [choice for choice in found if choice.method != "ddp"]
+    local = local or [choice for choice in found if choice is not base]
     local.sort(key=lambda c: (CODES.index(c.work.compress), c.work.delay > 0))
     if max(gain(choice, base) for choice in local) < WORTH:
         return base
@@ -141,8 +146,7 @@ def with_workers(
     for number in numbers:
         there = cluster.changed(workers=number)
         base = ddp(there, task)
-        same = choice.method == "ddp"
-        yield number, base, base if same else local(there, task, choice.work, base)
+        yield number, base, base if choice.work.is_ddp else local(there, task, choice.work, base)
 
 
 def _shortest(
@@ -168,7 +172,7 @@ def _shortest(
 
 def _delay(cluster: Cluster, work: Work) -> int:
     """As many steps as hide an exchange, at most a round."""
-    network = cluster.network
-    exchange = network.all_reduce if work.compress is None else network.coded
-    steps = exchange(work.sync_size) / ((1 - work.mix_prob) * cluster.step)
+    messages = work.payload(cluster.workers).messages()
+    exchange = sum(cluster.network.seconds(message) for message in messages)
+    steps = exchange / ((1 - work.mix_prob) * cluster.step)
     return max(1, min(work.sync_every, math.ceil(steps)))

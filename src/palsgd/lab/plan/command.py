@@ -10,8 +10,17 @@ from rich.text import Text
 from palsgd import units
 from palsgd.checks import check_int, check_mix_prob, check_number
 from palsgd.cluster import Cluster
+from palsgd.lab import workloads
 from palsgd.lab.atomic import atomic_write
-from palsgd.lab.plan.candidates import Choice, Task, best_of, break_even, choices, with_workers
+from palsgd.lab.plan.candidates import (
+    Choice,
+    Task,
+    baseline_of,
+    best_of,
+    break_even,
+    choices,
+    with_workers,
+)
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.text import (
     choice_table,
@@ -83,15 +92,13 @@ def _steps(settings: Settings | None, steps: int | None) -> int:
         return check_int("steps", steps, least=1)
     if settings is None:
         return 10_000
-    from palsgd.lab.forecast import forecast
-
-    return forecast(settings.changed({"method": "ddp"}), parameters=1).steps
+    return settings.total_steps(workloads.kind(settings.workload).examples)
 
 
 def plan(cluster: Cluster, task: Task, out: Path | None) -> list[RenderableType]:
     """What to print; plan.json and the pictures go into `out`."""
     found = choices(cluster, task)
-    base, best = next(c for c in found if c.method == "ddp"), best_of(found)
+    base, best = baseline_of(found), best_of(found)
     even = None if best is base else break_even(cluster, task, best)
     numbers = sorted({max(2, cluster.workers * factor // 2) for factor in (1, 2, 4, 8, 32)})
     rows = list(with_workers(cluster, task, best, numbers))
@@ -108,8 +115,8 @@ def _write(
 ) -> Path:
     from palsgd.lab.plan.picture import draw_plan
 
-    base = next(c for c in found if c.method == "ddp")
-    plain = next(c for c in found if c.method == "diloco")
+    base = baseline_of(found)
+    plain = next(c for c in found if not (c.work.is_ddp or c.work.mix_prob))
     shown = [base, plain] + [best] * (best is not base and best is not plain)
     draw_plan(cluster, task, shown, even, out)
     held = memory(best.work, inner=task.inner, workers=cluster.workers)

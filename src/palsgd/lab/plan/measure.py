@@ -9,6 +9,7 @@ import torch
 from palsgd.lab import workloads
 from palsgd.lab.device import chosen_device, device_words, wait_for
 from palsgd.lab.factory import build_optimizer, low_precision
+from palsgd.lab.methods import plain_local
 from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import split_batch
 from palsgd.transports import Alone, ambient
@@ -30,7 +31,8 @@ def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
     workload = workloads.load(settings.workload, data=data, device=place, seed=settings.seed)
     torch.manual_seed(settings.seed)
     model = workload.model().to(place)
-    alone = settings.changed({"method": "diloco", "sync_every": 1, "warmup_steps": 0, "delay": 0})
+    method = plain_local().name
+    alone = settings.changed({"method": method, "sync_every": 1, "warmup_steps": 0, "delay": 0})
     with ambient(Alone()):
         opt = build_optimizer(alone.changed({"compress": None, "fragments": 1}), 10**6, model)
     autocast, steps, syncs = low_precision(settings, place), [], []

@@ -3,21 +3,23 @@
 from palsgd.cluster import Work
 
 STATE = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of inner state per parameter, with momentum
-MESSAGE = 128 * 2**20  # bytes: the longest of a sync, unless bucket_mb says otherwise
+MESSAGE = 128 * 2**20  # bytes: the longest bucket of a sync, unless bucket_mb says otherwise
 
 
 def memory(work: Work, *, inner: str, workers: int, outer_state: int = 1) -> dict[str, float]:
     """By what it is for. Models are in fp32; the outer optimizer has `outer_state` tensors."""
-    model = 4.0 * work.parameters
+    payload = work.payload(workers)
+    model = float(payload.itemsize * work.parameters)
     found = {"model": model, "gradients": model, "inner optimizer": STATE[inner] * model}
     if work.is_ddp:
         return found | {"DDP's buckets": model}
-    part = model / work.fragments
+    part = float(payload.itemsize * max(payload.fragments))
     found |= {"anchor": model, "outer optimizer": outer_state * model}
-    found["messages"] = min(part, MESSAGE)
+    found["messages"] = part if work.carries.whole else min(part, MESSAGE)
     if work.delay:
         found["messages"] = part
         found["fragment as it was sent"] = part
-    if work.compress is not None:
-        found["compression residues"] = model + model / workers
+    if payload.codec is not None:  # of what was sent and, in two steps, of the means made here
+        means = 0.0 if payload.codec.gathered else model / workers
+        found["compression residues"] = model + means
     return found

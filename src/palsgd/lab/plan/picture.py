@@ -62,14 +62,14 @@ def _rates(
 
 def _gradient_s(cluster: Cluster, task: Task, choice: Choice) -> float:
     base = ddp(cluster, task)
-    if choice.method == "ddp":
+    if choice.work.is_ddp:
         return base.gradient_s
     return local(cluster, task, choice.work, base).gradient_s
 
 
 def _round(cluster: Cluster, choice: Choice, folder: Path) -> None:
     """Two rounds in the middle, or as many steps of DDP."""
-    H = 4 if choice.method == "ddp" else choice.work.sync_every
+    H = 4 if choice.work.is_ddp else choice.work.sync_every
     watched = range(min(SHOWN_WORKERS, cluster.workers))
     found = cluster.project(choice.work, steps=4 * H, watched=watched)
     start = found.times[found.clocks.index(H) if H in found.clocks else 0]
@@ -79,7 +79,7 @@ def _round(cluster: Cluster, choice: Choice, folder: Path) -> None:
         for span in found.spans
         if span["end_s"] > start and span["start_s"] < end
     ]
-    title = f"{'Eight steps' if choice.method == 'ddp' else 'Two rounds'}: {setting_words(choice)}"
+    title = f"{'Eight steps' if choice.work.is_ddp else 'Two rounds'}: {setting_words(choice)}"
     draw_timeline("plan-timeline", title, bars(spans), folder)
 
 

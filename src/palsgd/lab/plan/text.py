@@ -29,8 +29,8 @@ def rate_words(bits: float) -> str:
 
 def setting_words(choice: Choice) -> str:
     work = choice.work
-    if choice.method == "ddp":
-        return "ddp"
+    if work.is_ddp:
+        return choice.method
     parts = [f"{choice.method} H={work.sync_every}"]
     if work.mix_prob:
         parts.append(f"p={work.mix_prob:g}")
@@ -55,7 +55,7 @@ def choice_table(found: list[Choice], base: Choice, best: Choice) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("choice, fastest first")
     for name in ("a step", "exchanging", "the run", "saves of DDP's time", "at equal gradients",
-                 "bytes sent", "of DDP's"):  # fmt: skip
+                 "bytes on the wire", "of DDP's"):  # fmt: skip
         table.add_column(name, justify="right")
     for choice in found:
         mark = "* " if choice is best else "  "
@@ -65,15 +65,21 @@ def choice_table(found: list[Choice], base: Choice, best: Choice) -> Table:
         table.add_row(
             mark + setting_words(choice), time_words(choice.step_s),
             formats.percent(choice.exchanging), formats.seconds(choice.run_s), *versus,
-            formats.size(choice.bytes_sent),
-            formats.percent(choice.bytes_sent / base.bytes_sent) if base.bytes_sent else "",
+            formats.size(choice.bytes_on_the_wire), _share(choice, base),
             style="bold" if choice is best else "",
         )  # fmt: skip
     return table
 
 
+def _share(choice: Choice, base: Choice) -> str:
+    """Of DDP's bytes; none where a worker is alone."""
+    if not base.bytes_on_the_wire:
+        return ""
+    return formats.percent(choice.bytes_on_the_wire / base.bytes_on_the_wire)
+
+
 def remarks(best: Choice, even: float | None) -> Iterator[str]:
-    if best.method == "ddp":
+    if best.work.is_ddp:
         yield f"Nothing saves {100 * WORTH:g} % of DDP's time at equal gradients: stay with DDP."
     else:
         yield (
@@ -127,7 +133,7 @@ def record(choice: Choice, base: Choice) -> dict[str, Any]:
     work = choice.work
     return {
         "method": choice.method,
-        "sync_every": None if choice.method == "ddp" else work.sync_every,
+        "sync_every": None if work.is_ddp else work.sync_every,
         "mix_prob": work.mix_prob,
         "delay": work.delay,
         "compress": work.compress,
@@ -136,7 +142,7 @@ def record(choice: Choice, base: Choice) -> dict[str, Any]:
         "run_s": choice.run_s,
         "saved": 1 - choice.run_s / base.run_s,
         "saved_at_equal_gradients": gain(choice, base),
-        "bytes_sent": choice.bytes_sent,
+        "bytes_on_the_wire": choice.bytes_on_the_wire,
     }
 
 

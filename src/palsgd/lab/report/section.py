@@ -109,7 +109,7 @@ class Section:
         rows = self.comparison.to_target() if self.comparison.baselines else []
         if len(rows) > 4:
             return []
-        return [self._finding(row) for row in rows if row.group.method != "ddp" and row.tried]
+        return [self._finding(row) for row in rows if row.tried and not row.group.is_baseline]
 
     @property
     def notes(self) -> list[str]:

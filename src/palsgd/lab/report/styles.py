@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from palsgd import registry
 from palsgd.lab.groups import Group
 
 # The light theme's colours are also what stands in the figure files; the page replaces each by
@@ -17,15 +18,9 @@ THEME = {
     "evaluate": ("#d9cfe6", "#5b4d70"),
 }
 
-# Okabe and Ito's colours, darkened for white paper and lightened for black.
-_HUES = {
-    "ddp": ("#56606b", "#b4bdc7"),
-    "localsgd": ("#009e73", "#40c99b"),
-    "diloco": ("#0072b2", "#5cb8f2"),
-    "palsgd": ("#d55e00", "#ff9152"),
-}
+# Of methods that this version does not know. The others' are in their rows: Okabe and Ito's
+# colours, darkened for white paper and lightened for black.
 _OTHER_HUES = [("#a8437f", "#e79ac6"), ("#8a6d00", "#e6c84c"), ("#4b3fa8", "#a59cf5")]
-_DASHES = {"ddp": "-", "localsgd": (0, (1, 1.6)), "diloco": (0, (5, 1.8)), "palsgd": "-"}
 _OTHER_DASHES = [(0, (6, 1.5, 1, 1.5)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2))]
 _MARKERS = "osD^vPX<>p*h"
 
@@ -55,9 +50,10 @@ def line_styles(groups: list[Group]) -> list[LineStyle]:
 
 
 def _method_style(method: str, methods: list[str]) -> tuple[str, str, Dash]:
-    if method in _HUES:
-        return *_HUES[method], _DASHES[method]  # type: ignore[return-value]
-    others = [name for name in methods if name not in _HUES]
+    if method in registry.names():
+        row = registry.row(method)
+        return *row.colours, (0, row.dashes) if row.dashes else "-"
+    others = [name for name in methods if name not in registry.names()]
     at = others.index(method) % len(_OTHER_HUES)
     return *_OTHER_HUES[at], _OTHER_DASHES[at]  # type: ignore[return-value]
 

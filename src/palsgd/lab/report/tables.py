@@ -55,7 +55,7 @@ def _target_cells(row: ToTarget) -> list[Cell]:
         return [Cell("missed"), *[Cell(formats.NONE)] * 4]
     some = f"{row.tried - row.reached} of {row.tried} missed" if row.reached < row.tried else ""
     shown = (formats.seconds, formats.count, formats.count, formats.size)
-    baseline = row.group.method == "ddp"
+    baseline = row.group.is_baseline
     cells = [
         Cell(text(row.spent[key]), "" if baseline or key == "time_s" else _change(row.saved[key]))
         for text, key in zip(shown, row.spent, strict=True)

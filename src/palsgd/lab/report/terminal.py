@@ -59,7 +59,7 @@ def _target(row: ToTarget, known: bool) -> list[str]:
         return ["missed", formats.NONE]
     if row.reached < row.tried:
         return [f"{row.tried - row.reached} of {row.tried} missed", formats.NONE]
-    saved = formats.NONE if row.group.method == "ddp" else formats.percent(row.saved["time_s"])
+    saved = formats.NONE if row.group.is_baseline else formats.percent(row.saved["time_s"])
     return [formats.seconds(row.spent["time_s"]), saved]
 
 

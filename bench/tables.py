@@ -1,0 +1,335 @@
+"""The tables of README.md, bench/README.md and docs/cluster.md, made from the records behind them.
+
+    python bench/tables.py            # write them anew
+    python bench/tables.py --check    # say which differ from their records; exit code 1 if any
+
+A table stands between the lines `<!-- table: NAME -->` and `<!-- end -->`; NAME is one of TABLES.
+What the figures mean, and what was to be reached, is said in the text around them. These tables
+have no record behind them and are written by hand:
+
+    README.md         what differs between the classes; the workloads; the rules
+    bench/README.md   bare all-reduces over emulated links (they were only printed);
+                      the figures at the end of bench/peers.py (chosen from two of its records)
+    docs/cluster.md   the paper's clusters (printed by `palsgd plan --paper-clusters`)
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+FILES = ("README.md", "bench/README.md", "docs/cluster.md")
+PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+sys.path.append(str(HERE / "peers"))
+
+Record = dict[str, Any]
+Row = Sequence[str]
+
+
+def record(name: str) -> Record:
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise SystemExit(f"there is no record {path.name} in bench/results, which a table is of")
+    return json.loads(path.read_text())
+
+
+def markdown(columns: Row, rows: Sequence[Row]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
+
+
+def ratio(value: float, digits: int = 2) -> str:
+    return f"{value:.{digits}f} x"
+
+
+def place(found: Record) -> str:
+    """The machine and torch of a record, in few words."""
+    where = found["machine"]
+    name = re.sub(r"\(R\)| Processor", "", where["device"])
+    version = ".".join(where["torch"].split(".")[:2])
+    return f"{where['cores']}-core {name}, torch {version}"
+
+
+# -- bench/step.py ---------------------------------------------------------------------------------
+
+ALL_REDUCE = "a sync over the bare all-reduce of the same bytes, 4 gloo processes over loopback"
+
+
+def step_summary() -> str:
+    gpu, cpus = record("step-h200"), [record(name) for name in ("step-epyc2", "step-xeon16")]
+    name, memory = gpu["machine"]["device"], gpu["memory"]
+    rows = [
+        ("a mixing step over its memory floor (read x and anchor, write x)",
+         ratio(gpu["mixing"]["mixing_over_floor"]), f"{name}, GPT-Neo-125M's tensors"),
+        ("a round of 64 steps, p = 0.1, over 64 steps of fused AdamW, no network",
+         ratio(gpu["round"]["round_over_bare_round"], 3), "the same"),
+        *((ALL_REDUCE, ratio(each["sync"]["sync_over_all_reduce"]),
+           f"{place(each)}, GPT-Neo-8M's tensors") for each in cpus if "sync" in each),
+        ("extra memory, in fp32 models: anchor, outer state, one bucket",
+         f"{memory['extra_models']:.2f}", f"{name}, GPT-Neo-125M's tensors"),
+    ]  # fmt: skip
+    return markdown(("figure", "value", "machine"), rows)
+
+
+def step_gpu() -> str:
+    found = record("step-h200")
+    mixing, round_, memory = found["mixing"], found["round"], found["memory"]
+    floor = f"its memory floor: read x and anchor, write x, at the copy bandwidth measured beside \
+it ({mixing['copy_gb_per_s'] / 1e3:.1f} TB/s)"
+    rows = [
+        ("mixing step", ratio(mixing["mixing_over_floor"]), floor, "1.3 x"),
+        ("the same as a Python loop over parameters",
+         ratio(mixing["python_loop_over_floor"], 1), "the floor", ""),
+        ("the same on one flat buffer", ratio(mixing["flat_buffer_over_floor"]),
+         "the floor (reading is a little faster than copying)", ""),
+        ("a round, H = 64, p = 0.1, no network", ratio(round_["round_over_bare_round"], 3),
+         "64 bare steps of fused AdamW", "1.05 x"),
+        ("the same round", ratio(round_["round_over_same_gradients"]),
+         "only as many bare steps as it took gradients", ""),
+        ("extra peak memory", f"{memory['extra_models']:.2f}",
+         "fp32 models: the anchor, the momentum of the outer optimizer, one bucket of 128 MiB "
+         f"({memory['bucket_models']:.2f})", ""),
+    ]  # fmt: skip
+    return markdown(("figure", "value", "over", "to reach"), rows)
+
+
+def step_cpu() -> str:
+    found = [record(name) for name in ("step-epyc2", "step-xeon16")]
+    figures: list[tuple[str, Callable[[Record], str], str]] = [
+        ("step() without a sync over the bare SGD step of an 8 x 8 Linear, CPU time",
+         lambda each: ratio(each["idle"]["step_over_bare"]), ""),
+        ("mixing step over its floor",
+         lambda each: ratio(each["mixing"]["mixing_over_floor"]), ""),
+        ("round over 64 bare fused AdamW steps",
+         lambda each: ratio(each["round"]["round_over_bare_round"]), ""),
+        ("round over as many bare steps as gradients",
+         lambda each: ratio(each["round"]["round_over_same_gradients"]), ""),
+        ("sync over the bare all-reduce of the same bytes",
+         lambda each: ratio(each["sync"]["sync_over_all_reduce"]), "1.3 x"),
+        ("extra peak memory, in fp32 models (125M)",
+         lambda each: f"{each['memory']['extra_models']:.2f}", ""),
+    ]  # fmt: skip
+    rows = [(name, *(_if_measured(show, each) for each in found), to_reach)
+            for name, show, to_reach in figures]  # fmt: skip
+    rows = [row for row in rows if any(row[1:-1])]
+    return markdown(("figure", *(place(each) for each in found), "to reach"), rows)
+
+
+def _if_measured(show: Callable[[Record], str], found: Record) -> str:
+    """A record may be older, or newer, than a figure."""
+    try:
+        return show(found)
+    except KeyError:
+        return ""
+
+
+def sync() -> str:
+    from sync import markdown
+
+    return markdown(record("sync-2cores")["rows"])
+
+
+# -- bench/simulate.py, bench/workloads.py, bench/exogym.py, bench/quality.py ----------------------
+
+
+def simulate_cnn() -> str:
+    rows = [
+        (str(row["workers"]), f"{row['loop_ms']:.1f}", f"{row['vectorized_ms']:.2f}",
+         f"{row['compiled_ms']:.2f}", f"{row['graphs_ms']:.2f}",
+         f"{row['joint_batch_ms']:.2f} + {row['state_moved_once_ms']:.2f}",
+         ratio(row["faster_than_loop"], 1), ratio(row["over_limit"]),
+         f"{row['vectorized_gb']:.2f}", f"{row['compiled_gb']:.2f}")
+        for row in record("simulate-h200")["cnn"]
+    ]  # fmt: skip
+    columns = ("workers", "loop", "vectorized", "compiled", "CUDA graphs", "joint + state",
+               "faster than the loop", "over the limit", "GB", "GB compiled")  # fmt: skip
+    return markdown(columns, rows)
+
+
+def simulate_gpt_neo() -> str:
+    rows = [
+        (row["case"], f"{row['ms']:.1f}", f"{row['tokens_per_s'] / 1e6:.2f}",
+         ratio(row["faster_than_loop"], 1), f"{row['gb']:.1f}" if row["gb"] else "")
+        for row in record("simulate-h200")["gpt-neo"]
+    ]  # fmt: skip
+    columns = ("", "ms", "M tokens/s", "over the loop with Hugging Face's model", "GB")
+    return markdown(columns, rows)
+
+
+def simulate_many() -> str:
+    rows = [
+        (str(row["runs"]), f"{row['ms']:.2f}", ratio(row["over_one_run"]), f"{row['gb']:.1f}")
+        for row in record("simulate-h200")["many"]
+    ]
+    return markdown(("runs", "ms a step", "x one run", "GB"), rows)
+
+
+def workloads() -> str:
+    rows = [
+        (row["case"], " x ".join(str(n) for n in row["batch"]), row["precision"],
+         f"{row['with_data_per_s']:,.0f} {row['unit']}", f"{row['same_batch_per_s']:,.0f}",
+         f"{row['with_data_over_same_batch']:.2f}")
+        for row in record("workloads-h200")["rows"]
+    ]  # fmt: skip
+    columns = ("workload", "batch", "precision", "with data, /s", "same batch, /s", "ratio")
+    return markdown(columns, rows)
+
+
+def exogym() -> str:
+    sides = ("exogym", "exact", "vectorized")
+    rows = [
+        (row["case"].replace("-", ", "), str(row["workers"]),
+         *(f"{row[side]['step_ms']:.3g}" for side in sides),
+         *(ratio(row[f"{side}_faster_step_ms"], 1) for side in sides[1:]),
+         *(f"{row[side]['total_s']:.1f}" for side in sides),
+         *(f"{row[side]['loss']:.6f}" for side in sides))
+        for row in record("exogym-epyc2")["rows"]
+    ]  # fmt: skip
+    columns = ("case", "workers", "EXO Gym", "exact", "vectorized", "exact faster",
+               "vectorized faster", "in all, s: EXO Gym", "exact", "vectorized",
+               "final loss: EXO Gym", "exact", "vectorized")  # fmt: skip
+    return markdown(columns, rows)
+
+
+def quality() -> str:
+    found = record("quality-h200")
+    warmup = 64 * 4 * found["runs"][0]["parameters"]  # bytes of its steps of DDP, in fp32
+    rows = [
+        (row["variant"], f"{row['loss']:.4f}", f"{(row['bytes_sent'] - warmup) / 1e6:.0f}",
+         *(("", "") if row["variant"] == "PALSGD" else
+           (f"{100 * row['over_plain']:+.2f}%", f"{100 * row['over_plain_spread']:.3f}")))
+        for row in sorted(found["table"], key=lambda row: row["variant"] != "PALSGD")
+    ]  # fmt: skip
+    columns = ("variant", "validation loss", "MB sent after the warm-up",
+               "loss over plain PALSGD", "spread of that, points")  # fmt: skip
+    return markdown(columns, rows)
+
+
+# -- links, peers, the cluster model ---------------------------------------------------------------
+
+
+def link_cases() -> list[Record]:
+    found = record("link-epyc2")
+    return list(found.get("cases", found).values())  # the first record had nothing but cases
+
+
+def link() -> str:
+    from link import COLUMNS, rows
+
+    return markdown(COLUMNS, [row for each in link_cases() for row in rows(each)])
+
+
+def link_bare() -> str:
+    rows = [
+        (each["links_in_words"], f"{1e3 * each['ring']['seconds']:.0f}",
+         f"{1e3 * each['ring']['theory_s']:.0f}", f"{1e3 * each['compute_s']:.0f}",
+         f"{each['load']:.0f}")
+        for each in link_cases()
+    ]  # fmt: skip
+    columns = ("links", "ring all-reduce of 3.99 MB, ms", "in theory, ms",
+               "gradient step without exchange, ms", "load at the start")  # fmt: skip
+    return markdown(columns, rows)
+
+
+def peers_summary() -> str:
+    from reporting import label, time_to_target
+
+    found, rates = record("peers-epyc2"), ("10mbit", "100mbit", "loopback")
+    together = (("ddp",), ("post-local", "accelerate", "torchft"), ("palsgd",), ("palsgd-int4",))
+    rows = [
+        (", ".join(label(name) for name in names),
+         *(", ".join(f"{time_to_target(found, rate, name):.0f}" for name in names)
+           for rate in rates))
+        for names in together
+    ]  # fmt: skip
+    first = "four processes, GPT-Neo of 1 M parameters, H = 64, seconds to DDP's loss"
+    return markdown((first, "10 Mbit/s", "100 Mbit/s", "loopback"), rows)
+
+
+def peers_quality() -> str:
+    from reporting import quality_table
+
+    return quality_table(record("peers-epyc2")["quality"])
+
+
+def peers_pace(rate: str) -> str:
+    from reporting import pace_table
+
+    return pace_table(record("peers-epyc2"), rate)
+
+
+def validate_cluster() -> str:
+    rows = [
+        (str(row["workers"]), row["rate"], f"{row['latency_ms']:g} ms", row["method"],
+         f"{row['measured_s']:.3f} s", f"{row['predicted_s']:.3f} s", f"{row['error']:+.1%}")
+        for row in record("validate-cluster-2cores")["rows"]
+    ]  # fmt: skip
+    columns = ("K", "rate", "latency", "method", "measured", "predicted", "error")
+    return markdown(columns, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "step-summary": step_summary,
+    "step-gpu": step_gpu,
+    "step-cpu": step_cpu,
+    "sync": sync,
+    "simulate-cnn": simulate_cnn,
+    "simulate-gpt-neo": simulate_gpt_neo,
+    "simulate-many": simulate_many,
+    "workloads": workloads,
+    "exogym": exogym,
+    "quality": quality,
+    "link": link,
+    "link-bare": link_bare,
+    "peers-summary": peers_summary,
+    "peers-quality": peers_quality,
+    "peers-10mbit": partial(peers_pace, "10mbit"),
+    "peers-100mbit": partial(peers_pace, "100mbit"),
+    "peers-loopback": partial(peers_pace, "loopback"),
+    "validate-cluster": validate_cluster,
+}
+
+
+def renewed(text: str) -> tuple[str, list[str]]:
+    """The text with its tables made anew, and the names of those that change."""
+    changed: list[str] = []
+
+    def renew(match: re.Match[str]) -> str:
+        head, name, end = match.groups()
+        if name not in TABLES:
+            raise SystemExit(f"table: {name} is unknown; use one of {', '.join(TABLES)}")
+        made = f"{head}{TABLES[name]()}\n{end}"
+        if made != match.group():
+            changed.append(name)
+        return made
+
+    return PLACE.sub(renew, text), changed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("files", nargs="*", type=Path, default=[HERE.parent / f for f in FILES])
+    args = parser.parse_args()
+    differing = False
+    for path in args.files:
+        text, changed = renewed(path.read_text())
+        for name in changed:
+            differing = True
+            print(f"{path.name}: table {name} differs from its record", end="")
+            print("; run python bench/tables.py" if args.check else "; written anew")
+        if not args.check:
+            path.write_text(text)
+    return int(args.check and differing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

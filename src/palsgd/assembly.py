@@ -1,0 +1,125 @@
+"""Puts a worker together from its parts."""
+
+from torch import nn
+from torch.optim import Optimizer
+
+from palsgd.anchor import Anchor
+from palsgd.auto_interval import AutoInterval
+from palsgd.buffers import Buffers
+from palsgd.events import Listeners
+from palsgd.guard import Guard
+from palsgd.inner import InnerStep
+from palsgd.ledger import Ledger
+from palsgd.memory import MessageMemory
+from palsgd.meter import Meter
+from palsgd.method import Facts
+from palsgd.method_state import MethodState
+from palsgd.method_view import MethodView
+from palsgd.options import Options
+from palsgd.outer import OuterFactory
+from palsgd.replica import Replica
+from palsgd.schedule import Schedule
+from palsgd.sync import Syncer
+from palsgd.transports.transport import Transport
+from palsgd.warmup import Warmup, gradient_sync
+from palsgd.worker import Worker
+
+
+def build_worker(
+    model: nn.Module,
+    inner: Optimizer,
+    replica: Replica,
+    transport: Transport,
+    outer: OuterFactory,
+    options: Options,
+) -> Worker:
+    """A worker that has not taken a step. One without rounds has no anchor and no syncer."""
+    meter = Meter(Ledger(), replica.device)
+    buffers = Buffers(model, options.buffers)
+    guard = Guard(
+        transport,
+        with_costs=options.auto is not None,
+        compares=options.method.shares_anchor,
+        skip_nonfinite=options.on_nonfinite == "skip",
+    )
+    memory = MessageMemory(
+        replica,
+        bucket_size=max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize),
+        tail=guard.header.size + len(replica.params) + buffers.encoded_size,
+        keeps_all=options.fragments > 1 or options.delay > 0,
+    )
+    syncer = None
+    if options.has_rounds:
+        anchor = _anchor(replica, options.fragments)
+        states = MethodState(options.method, replica, anchor.ranges)
+        syncer = Syncer(
+            method=options.method,
+            view=MethodView(replica, anchor, states, inner, transport),
+            inner=inner,
+            outer=_outer_optimizer(outer, anchor),
+            buffers=buffers,
+            guard=guard,
+            memory=memory,
+            meter=meter,
+            codec=options.codec,
+            delayed=options.delay > 0,
+        )
+    return Worker(
+        method=options.method,
+        facts=_facts(replica, transport, options),
+        schedule=_schedule(options),
+        number=transport.worker,
+        inner=InnerStep(inner, replica, options.max_norm),
+        warmup=Warmup(gradient_sync(model), replica, memory, guard, buffers, meter),
+        syncer=syncer,
+        meter=meter,
+        listeners=Listeners(),
+        interval=_interval(options),
+    )
+
+
+def _facts(replica: Replica, transport: Transport, options: Options) -> Facts:
+    return Facts(
+        sync_every=options.sync_every,
+        workers=transport.workers,
+        seed=options.seed,
+        draws=options.draws,
+        initial_rates=tuple(replica.initial_rates),
+    )
+
+
+def _schedule(options: Options) -> Schedule:
+    return Schedule.fixed(
+        sync_every=options.sync_every,
+        warmup=options.warmup_steps,
+        fragments=options.fragments,
+        delay=0 if options.auto else options.delay,  # a sync that is measured is not overlapped
+    )
+
+
+def _interval(options: Options) -> AutoInterval | None:
+    if options.auto is None:
+        return None
+    return AutoInterval(options.auto, fragments=options.fragments, delay=options.delay)
+
+
+def _anchor(replica: Replica, fragments: int) -> Anchor:
+    if fragments > 1 and replica.sharded:
+        raise ValueError(
+            f"fragments={fragments} cut through tensors, which sharded parameters cannot bear; use "
+            "fragments=1, with delay= to overlap"
+        )
+    return Anchor(replica, fragments)
+
+
+def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
+    if not callable(outer):
+        raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
+    built = outer(anchor.params)
+    if not isinstance(built, Optimizer):
+        raise ValueError(
+            f"outer must be a callable that makes a torch optimizer from parameters, but gave "
+            f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
+            "lambda params: torch.optim.Adam(params, lr=1e-3)"
+        )
+    return built

@@ -1,0 +1,76 @@
+"""The methods as the lab asks for them: by what their rows say, never by name."""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+from palsgd import registry
+from palsgd.lab.settings import Settings, method_setting
+from palsgd.method import Method
+from palsgd.outer import nesterov
+from palsgd.registry import Row
+
+
+def baseline() -> Row:
+    """The method that the others are measured against."""
+    return next(row for row in registry.rows() if row.baseline)
+
+
+def is_baseline(name: str) -> bool:
+    """Also of a name from a file that an earlier or later version wrote."""
+    return name in registry.names() and registry.row(name).baseline
+
+
+def default_names() -> tuple[str, ...]:
+    """The methods that are compared where nobody says which, the baseline first."""
+    rows = sorted(registry.rows(), key=lambda row: not row.baseline)
+    return tuple(row.name for row in rows if row.default)
+
+
+def plain_local() -> Row:
+    """The default method that syncs now and then and does nothing else between syncs."""
+    rows = (row for row in registry.rows() if row.default and takes_outer(row))
+    return next(row for row in rows if not row.mixes)
+
+
+def mixing() -> Row:
+    """The default method that has steps without data."""
+    return next(row for row in registry.rows() if row.default and row.mixes)
+
+
+def takes_outer(row: Row) -> bool:
+    """Is the outer step the recipe's? A method with another default keeps that: recipes are tuned
+    for Nesterov steps."""
+    return row.rounds and not row.fixed_outer and row.outer is nesterov
+
+
+def own_settings(settings: Settings) -> dict[str, Any]:
+    """The settings of the method itself, by the names of its fields."""
+    row, found, given = registry.row(settings.method), {}, settings.as_dict()
+    for field in fields(row.method):
+        name = method_setting(field.name)
+        if name in given:
+            found[field.name] = given[name]
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{row.name} needs {name}; add for instance {name}=0.1")
+    return found
+
+
+def method_of(settings: Settings) -> Method:
+    """The rules of the optimizer that is built from these settings."""
+    return registry.row(settings.method).method(**own_settings(settings))
+
+
+def without_effect(name: str) -> set[str]:
+    """Settings that have no effect on a method. A comparison hands all methods the same ones."""
+    if name not in registry.names():
+        return set()
+    row = registry.row(name)
+    of_methods = {method_setting(own) for each in registry.rows() for own in each.settings()}
+    found = of_methods - {method_setting(own) for own in row.settings()}
+    if not row.mixes:
+        found |= {"draws"}
+    if not takes_outer(row):
+        found |= {"outer", "outer_lr", "outer_momentum"}
+    if not row.rounds:
+        found |= {"sync_every", "warmup_steps", "compress", "delay", "fragments"}
+    return found

@@ -1,0 +1,167 @@
+"""The settings of an optimizer, checked once, and their description."""
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+
+from palsgd.auto_interval import Auto, interval
+from palsgd.checks import check_choice, check_int
+from palsgd.codecs import Codec, find_codec
+from palsgd.method import Method
+from palsgd.schedule import DRAWS
+
+OPTIONS = """
+    Options of every optimizer:
+        outer: makes the outer optimizer from the anchor's parameters, such as
+            `palsgd.nesterov(lr=0.2)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
+        warmup_steps: steps of plain DDP before the first round.
+        seed, draws: of the steps without data. "balanced": between two syncs all workers take
+            equally many gradients; "independent": a coin per worker and step; "shared": one coin
+            for all.
+        buffers: "average", "local" or "recompute": normalization statistics at a sync.
+        max_norm: clip the gradient to this norm inside `step()`, after any averaging.
+        on_nonfinite: "raise", or "skip" to leave a worker whose model has inf or nan at a sync
+            out of the mean.
+        scheduler: an LRScheduler, or a function that makes one from the optimizer. It is stepped
+            once per tick of the clock, steps without data included.
+        bucket_mb: the largest message, in MiB.
+        compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
+        delay: steps that a sync has to travel, during which training goes on.
+        fragments: parts of the model that are synced one after another within a round.
+        group: the process group of the workers, if they are not all ranks.
+        transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
+
+    Raises:
+        ValueError: a setting is out of its range, the inner optimizer does not hold the model's
+            parameters, or workers were given different settings.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What an optimizer was asked for."""
+
+    method: Method
+    sync_every: int  # to begin with, where `auto` chooses it
+    auto: Auto | None
+    warmup_steps: float
+    draws: str
+    seed: int
+    buffers: str
+    max_norm: float | None
+    on_nonfinite: str
+    bucket_mb: float
+    codec: Codec | None
+    delay: int
+    fragments: int
+
+    @property
+    def has_rounds(self) -> bool:
+        """False: a warm-up that never ends."""
+        return self.warmup_steps != math.inf
+
+    def as_config(self) -> dict[str, Any]:
+        """The settings that workers, and a saved state and its reader, must agree on."""
+        return {
+            "sync_every": self.sync_every if self.auto is None else str(self.auto),
+            "warmup_steps": self.warmup_steps,
+            **self.method.settings(),
+            "draws": self.draws,
+            "seed": self.seed,
+            "buffers": self.buffers,
+            "on_nonfinite": self.on_nonfinite,
+            "max_norm": self.max_norm,
+            "compress": None if self.codec is None else self.codec.name,
+            "delay": self.delay,
+            "fragments": self.fragments,
+        }
+
+
+def checked_options(
+    *,
+    method: Method,
+    outer: Any,
+    sync_every: Any,
+    compress: Any,
+    warmup_steps: float,
+    **others: Any,
+) -> Options:
+    """The options as they were given, or a ValueError that says which one cannot be."""
+    codec, (first, auto) = find_codec(compress), interval(sync_every)
+    check_int("sync_every", first, least=1)
+    if warmup_steps != math.inf:
+        check_int("warmup_steps", warmup_steps)
+    options = Options(
+        method=method,
+        sync_every=first,
+        auto=auto,
+        codec=codec,
+        warmup_steps=warmup_steps,
+        **others,
+    )
+    check_int("seed", options.seed)
+    check_choice("draws", options.draws, DRAWS)
+    check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
+    _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
+    _check_refusals(
+        method,
+        outer=outer,
+        compress=codec,
+        delay=options.delay,
+        fragments=options.fragments,
+        auto=auto,
+    )
+    _check_lag(first, auto, options.delay, options.fragments)
+    return options
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            raise ValueError(f"{name}={value!r} must be a number > 0")
+
+
+def _check_refusals(method: Method, **options: Any) -> None:
+    """Refuse options that mean nothing for the method, with its reason."""
+    nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "auto": None}
+    reasons = method.refusals()
+    for name, value in options.items():
+        if value != nothing[name] and name in reasons:
+            shown = "..." if name == "outer" else repr(getattr(value, "name", value))
+            raise ValueError(
+                f"{name}={shown} means nothing for {method}: {reasons[name]}; leave it out"
+            )
+
+
+def _check_lag(sync_every: int, auto: Auto | None, delay: int, fragments: int) -> None:
+    check_int("fragments", fragments, least=1)
+    check_int("delay", delay)
+    most, name = (auto.most, "most") if auto else (sync_every, "sync_every")
+    if fragments > most:
+        raise ValueError(
+            f"fragments={fragments} are more than a round has steps ({name}={most}); use fewer"
+        )
+    if delay * fragments > most:
+        raise ValueError(
+            f"delay={delay} is longer than the {most // fragments} steps until the next sync "
+            f"begins ({name}={most}, fragments={fragments}); use delay <= {most // fragments}"
+        )
+
+
+Kind = TypeVar("Kind", bound=type[Optimizer])
+
+
+def documented(kind: Kind) -> Kind:
+    """Complete the docstring and the signature of a class by the options that all share."""
+    kind.__doc__ = inspect.cleandoc(kind.__doc__ or "") + "\n\n" + inspect.cleandoc(OPTIONS)
+    own = inspect.signature(kind.__init__)
+    if any(p.kind is p.VAR_KEYWORD for p in own.parameters.values()):
+        shared = inspect.signature(kind.__mro__[1]).parameters
+        hidden = {"method", *own.parameters, *(["outer"] if kind.fixed_outer else [])}  # type: ignore[attr-defined]
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [p.replace(kind=p.KEYWORD_ONLY) for n, p in shared.items() if n not in hidden]
+        kind.__signature__ = own.replace(parameters=[*named[1:], *more])  # type: ignore[attr-defined]
+    return kind

@@ -1,0 +1,101 @@
+"""Every script of bench/ runs with --tiny, and finds the figures for which no clock is needed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent.parent / "bench"
+NOT_BENCHMARKS = ("common", "tables")  # what the scripts share; test_tables.py is about the other
+SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NOT_BENCHMARKS)
+
+
+def about(value, rel=1e-3):
+    return pytest.approx(value, rel=rel)
+
+
+FIGURES = {
+    "cluster": {
+        "8 workers, 10 rounds of 64": {"exchanges": 10, "gradient_steps": about(576, 0.02)},
+        "8 workers, 10 rounds of 64, delay 32": {
+            "exchanges": 10,
+            "gradient_steps": about(576, 0.02),
+        },
+        "8 workers, 64 steps of DDP": {"exchanges": 64, "gradient_steps": 64},
+        "a plan, 4 workers": {"pictures": 2},
+    },
+    "exogym": {"digits-diloco, 2 workers: loss": [about(0.451173), about(0.451173)]},
+    "link": {  # steps, exchanges, bytes; a sync has the roll call beside the model's 9,610 floats
+        "none": {"ddp": [4, 4, 4 * 4 * 9610], "diloco": [4, 2, about(2 * 4 * 9610, 0.01)]}
+    },
+    "peers": {
+        name: {"parameters": 26624, "gradient_steps": 32, "final_loss": about(4.7625)}
+        for name in ("post-local", "localsgd")
+    },
+    "quality": {
+        "PALSGD, seed 1": {
+            "loss": about(5.2512),
+            "bytes_sent": about(10 * 4 * 127616, 0.01),
+            "syncs": 10,
+        },
+        "int8, seed 1": {  # the eight steps of DDP before are not coded
+            "loss": about(5.2512),
+            "bytes_sent": about((8 * 4 + 2) * 127616, 0.01),
+            "syncs": 10,
+        },
+    },
+    "simulate": {"parameters": 2274, "gradient steps": [25, 25], "engines agree": True},
+    "step": {
+        "elements": 1440,
+        "idle steps": 401,
+        "idle syncs": 0,
+        "idle weights equal the bare ones": True,
+        "gradient steps of the rounds": 172,
+        "syncs of the rounds": 3,
+    },
+    "sync": {
+        "parameters": [1440],
+        "bytes of a sync": [about(4 * 1440, 0.02)],
+        "weights equal on all processes": True,
+        "contenders come to the same weights": True,
+    },
+    "validate_cluster": {"exchanges": [7, 7], "at the predicted points of the clock": True},
+    "workloads": {
+        "digits": {"parameters": 9610, "batch": [4, 64]},
+        "stories": {"parameters": 127616, "batch": [4, 170]},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_runs_tiny_and_finds_its_untimed_figures(script, tmp_path):
+    out = tmp_path / "record.json"
+    command = [sys.executable, str(BENCH / f"{script}.py"), "--tiny", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads(out.read_text())
+    assert record["tiny"] is True
+    assert script in FIGURES, f"add to FIGURES what {script}.py --tiny finds: {record['untimed']}"
+    assert record["untimed"] == FIGURES[script]
+    check_origin(record, script)
+    check_summary(record, done.stdout.splitlines()[-1])
+
+
+def check_origin(record, script):
+    assert record["command"] == f"python bench/{script}.py --tiny --out .../record.json"
+    assert {"commit", "dirty"} <= record.keys()
+    assert {"cpu", "cores", "gpu", "torch"} <= record["machine"].keys()
+
+
+def check_summary(record, last_line):
+    """The last line names the figures, and the peers that are not installed."""
+    assert last_line.startswith("untimed: ")
+    assert all(name in last_line for name in record["untimed"])
+    missing = record.get("not_installed", [])
+    assert not any(importlib.util.find_spec(name) for name in missing)
+    ending = f"; not installed: {', '.join(missing)}"
+    assert last_line.endswith(ending) if missing else "not installed" not in last_line
