@@ -32,8 +32,9 @@ from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import run_exact, seeded
 from palsgd.simulator.history import Recorder
+from palsgd.simulator.run import Run
 from palsgd.simulator.stacking_checks import fastest_convolutions
-from palsgd.simulator.vectorized import Run, Vectorized
+from palsgd.simulator.vectorized import Vectorized
 
 H, P = 32, 0.25
 GPT_NEO = dict(words=50257, hidden=128, layers=8, heads=8)
@@ -132,7 +133,7 @@ def vectorized_step(problem, workers, compiled=False, rounds=3, runs=1):
         sources = [Batches(problem.batches, k) for k in range(workers)]
         crew.append(Run(model, problem.loss, sources, problem.method, recorder))
     engine = Vectorized(crew, compiled)
-    every = engine.method.sync_every
+    every = crew[0].opt.sync_every
     with fastest_convolutions():
         engine.train(2 * every)  # compiles, chooses algorithms
         if problem.device == "cuda":
@@ -167,7 +168,7 @@ def exact_step(problem, workers):
             recorder=Recorder(None, 1, progress=False),
         )  # fmt: skip
         settle(problem.device)
-        every = result.optimizers[0].method.sync_every
+        every = result.optimizers[0].sync_every
         return time.perf_counter() - start, result.ledger.gradient_steps, every
 
     _, _, every = run(1)

@@ -18,11 +18,11 @@ class MethodState:
     """Each worker's own state (`local`) and the one that all workers share (`common`)."""
 
     def __init__(self, method: Method, replica: Replica, ranges: list[range]):
+        check_names(method)
+
         def new() -> FlatModel:
             return FlatModel(replica.layout, ranges, dtype=replica.dtype, device=replica.device)
 
-        for name in (*state_names(method.local_state), *state_names(method.global_state)):
-            check_state_name(method, name)
         self.local = {name: new() for name in state_names(method.local_state)}
         self.common = {name: new() for name in state_names(method.global_state)}
         self.local_scalars = state_scalars(method.local_state)
@@ -58,11 +58,16 @@ class MethodState:
         return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
 
 
-def check_state_name(method: Method, name: str) -> None:
-    """A state is an attribute of `w`, beside those that `w` has already."""
-    if name in RESERVED or hasattr(WorkerTensors, name):
-        raise ValueError(f"{method} has a state named {name!r}, which is taken; rename it")
-
-
 def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:
     return kept.views if fragment is None else kept.pieces(fragment)
+
+
+def check_names(method: Method) -> None:
+    """Raise for a state that has the name of something else that rules find in `w`."""
+    for entry in (*method.local_state, *method.global_state):
+        name = entry if isinstance(entry, str) else entry.name
+        if hasattr(WorkerTensors, name) or name in RESERVED:
+            raise ValueError(
+                f"{method} has a state {name!r}, which w.{name} already means something else for; "
+                "give it another name"
+            )

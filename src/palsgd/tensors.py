@@ -8,10 +8,10 @@ from torch import Tensor
 
 from palsgd.method import Rate
 
-# Names that every `w` may have, beside those of WorkerTensors' own methods.
+# What rules find in `w` beside its functions: names that no state of a method may have.
 RESERVED = frozenset(
-    ["local", "anchor", "grad", "groups", "inner", "gradient_steps", "rate_sums", "rates", "initial_rates", "worker", "workers", "round"]
-)
+    ["local", "anchor", "grad", "groups", "inner", "rates", "initial_rates", "rate_sums"]
+) | {"gradient_steps", "worker", "workers", "round"}
 
 
 class WorkerTensors:
@@ -53,10 +53,10 @@ class WorkerTensors:
             return self.local, self.anchor
         return [self.local[i] for i in members], [self.anchor[i] for i in members]
 
-    def pull(self, group: int, weight: Rate) -> None:
+    def mix_group(self, group: int, weight: Rate) -> None:
         """Pull the local tensors of a parameter group towards the anchor, in place:
         x <- x + weight (anchor - x)."""
-        rows = vars(self).get("_pull_rows")  # stacked workers need no copies of what they pull
+        rows = vars(self).get("_mix_rows")  # stacked workers need no copies
         if rows is None or "local" in vars(self):
             mix_(*self.group(group), weight)
         else:

@@ -242,14 +242,3 @@ def test_what_means_nothing_for_a_method_is_refused_with_the_reason(method, rule
         palsgd.LocalOptimizer(
             model, inner, method=method, sync_every=4, transport=palsgd.Alone(), **rules
         )
-
-
-@pytest.mark.parametrize("name", ["pull", "local", "rates"])
-def test_a_state_cannot_have_the_name_of_something_else_that_rules_see(name):
-    class Clash(palsgd.Method):
-        local_state = (name,)
-
-    model = linear()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f"Clash has a state named '{name}'"):
-        palsgd.LocalOptimizer(model, inner, Clash(), sync_every=4, transport=palsgd.Alone())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import palsgd
-from palsgd import events
+from palsgd import events, registry
 from palsgd.composed import composed
 from palsgd.payload import payload_size
 from support.core_access import anchor_of, core_of
@@ -126,6 +126,39 @@ def test_a_schedule_and_two_parameter_groups_of_which_one_is_frozen(sync):
     agree(*both(build))
 
 
+@pytest.mark.parametrize("sync", ["plain", "int8", "fragments and delay", "all"])
+def test_channels_last_weights_travel_in_the_same_order_in_both_engines(sync):
+    def model():
+        torch.manual_seed(2)
+        built = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)
+        )
+        return built.double().to(memory_format=torch.channels_last)
+
+    def data(worker):
+        rng = torch.Generator().manual_seed(worker)
+        draw = partial(torch.randn, generator=rng, dtype=torch.float64)
+        return [(draw(6, 2, 4, 4), draw(6, 5)) for _ in range(7)]
+
+    def build(m):
+        assert not m[0].weight.is_contiguous()
+        return METHODS["independent"](m, momentum(m), sync_every=H, **SYNCS[sync])
+
+    agree(*both(build, model=model, data=data, steps=30))
+
+
+@pytest.mark.parametrize("sync", ["plain", "all"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_stacked_adamw_is_torchs_in_any_precision(dtype, sync):
+    def build(model):
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return METHODS["balanced"](model, inner, sync_every=H, warmup_steps=2, **SYNCS[sync])
+
+    fast, exact = both(build, model=partial(linear, dtype), data=partial(batches, dtype=dtype))
+    loose = dict(rtol=0.05, atol=0.05) if dtype == torch.bfloat16 else {}
+    agree(fast, exact, **loose)
+
+
 def broken(worker):
     found = batches(worker)
     return found if worker != 1 else [*found[:3], (found[3][0] * float("inf"), found[3][1])]
@@ -162,6 +195,35 @@ def test_methods_that_use_the_rest_of_the_contract_agree(name, sync):
         )
 
     agree(*both(build, evaluate=lambda model: vector(model).sum(), evaluate_every=2))
+
+
+FAMILY = [row for row in registry.rows() if row.rounds]
+
+
+def own_settings(row):
+    return dict(mix_prob=0.3, mix_rate=2.0, draws="independent") if row.mixes else {}
+
+
+def family_cases():
+    for row in FAMILY:
+        refused = row.method(**{k: 0.3 for k in row.settings() if k.startswith("mix")}).refusals()
+        yield from ((row, sync) for sync in FEW if not set(refused) & set(SYNCS[sync]))
+
+
+@pytest.mark.parametrize(
+    ("row", "sync"), [pytest.param(r, s, id=f"{r.name}-{s}") for r, s in family_cases()]
+)
+def test_every_method_of_the_library_agrees_in_both_engines(row, sync):
+    def build(model):
+        inner = torch.optim.SGD(model.parameters(), lr=0.02)
+        decay = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda t: 1 / (1 + 0.1 * t))
+        return getattr(palsgd.methods, row.title)(
+            model, inner, sync_every=H, warmup_steps=3, scheduler=decay, on_nonfinite="skip",
+            **own_settings(row), **SYNCS[sync],
+        )  # fmt: skip
+
+    agree(*both(build, evaluate=lambda model: vector(model).sum()))
+    agree(*both(build, model=linear, data=broken, steps=30))
 
 
 @pytest.mark.parametrize("name", ["ring", "halfway"])

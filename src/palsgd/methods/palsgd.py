@@ -55,7 +55,7 @@ class PALSGDMethod(Method):
             return None
         betas = [self.betas(step) for step in mixing]
         for group, steps in enumerate(zip(*betas, strict=True)):
-            w.pull(group, collapsed(steps))
+            w.mix_group(group, collapsed(steps))
         every = [beta for step in betas for beta in step]
         return lowest(every), highest(every)
 

@@ -108,11 +108,12 @@ def simulate_many(
             workers=8, steps=1000, model=build, loss=loss, data=shard,
         )
 
-    Runs with equal shapes (the same H, warm-up and kind of inner optimizer; learning rates, p,
-    eta, outer optimizers, seeds and data are free) share one stacked program, `at_once` of them
-    at a time, by default as many as fit into memory. What a run does not say is taken from the
-    other arguments, which are those of `simulate`. A run that ends early, by a loss that is not
-    finite or data that runs dry, has the reason as `error` in its result; the others go on.
+    Runs with equal shapes (the same H, warm-up, fragments, delay and kind of inner optimizer;
+    methods, learning rates, outer optimizers, codecs, seeds and data are free) share one stacked
+    program, `at_once` of them at a time, by default as many as fit into memory. What a run does not
+    say is taken from the other arguments, which are those of `simulate`. A run that ends early, by
+    a loss that is not finite or data that runs dry, has the reason as `error` in its result; the
+    others go on.
     """
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")

@@ -83,10 +83,12 @@ class StackedRules:
         low, high = (_per_worker(each, len(workers)) for each in weights)
         for place, k in enumerate(workers):
             self._run.ledgers[k].saw_betas(low[place], high[place])
-            self._tell(
-                Mixed, k, clocks[place],
-                steps=len(mixing), weight_min=low[place], weight_max=high[place],
-            )  # fmt: skip
+        if self._worker.listeners.wanted(Mixed):
+            for place, k in enumerate(workers):
+                self._tell(
+                    Mixed, k, clocks[place],
+                    steps=len(mixing), weight_min=low[place], weight_max=high[place],
+                )  # fmt: skip
 
     def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
         share, at = self._method.gradient_share, self._worker.at
@@ -158,6 +160,7 @@ class StackedRules:
     # -- events --------------------------------------------------------------------------------
 
     def _tell_synced(self, found: StackedPending, *, completes: bool) -> None:
+        sent = sum(found.messages)
         for k, distance in enumerate(found.distance):
             self._tell(
                 Synced,
@@ -165,7 +168,7 @@ class StackedRules:
                 self._worker.at.clock,
                 round=found.at.round,
                 fragment=found.at.fragment,
-                bytes_sent=sum(found.messages),
+                bytes_sent=sent,
                 distance=distance,
                 contributors=found.contributors,
                 completes=completes,

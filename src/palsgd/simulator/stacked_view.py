@@ -137,10 +137,10 @@ class StackedView:
     def whole(self, chosen: Selection, **known: Any) -> WorkerTensors:
         """All tensors of the model."""
         w = self._made(chosen, None, self.replica.groups, {}, known)
-        vars(w)["_pull_rows"] = partial(self._pull, chosen.workers)
+        vars(w)["_mix_rows"] = partial(self._mix, chosen.workers)
         return w
 
-    def _pull(self, workers: Sequence[int], group: int, weight: Rate) -> None:
+    def _mix(self, workers: Sequence[int], group: int, weight: Rate) -> None:
         """Pull workers towards the anchor, those of equal weight together."""
         stacked = self.own(self.stack.params)
         members = self.replica.groups[group]
