@@ -55,7 +55,8 @@ def step(other: Path, turns: int, words: list[str]) -> list[dict[str, Any]]:
             statistics.median(record[part][figure] for record in found[who])
             for who in ("this", "other")
         )
-        rows.append({"figure": name, "this": this, "other": that, "ratio": this / that})
+        ratio = this / that if that else float("nan")
+        rows.append({"figure": name, "this": this, "other": that, "ratio": ratio})
     return rows
 
 
