@@ -110,7 +110,7 @@ def main() -> None:
     measured = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     record = provenance(measured, tiny=args.tiny) | {"other_commit": args.commit, "rows": []}
     if "step" in args.part:
-        words = ["--tiny"] if args.tiny else device
+        words = ["--tiny"] if args.tiny else [*device, "--launches", "1"]
         record["rows"] += step(args.other, args.turns, words)
         save(record, args.out)
     if "simulate" in args.part:
