@@ -95,6 +95,9 @@ class Method:
 
     local_state: ClassVar[tuple[str | Scalar, ...]] = ()  # each worker's own; saved and resumed
     global_state: ClassVar[tuple[str | Scalar, ...]] = ()  # equal on all workers; saved, compared
+    only_when_mixing: ClassVar[bool] = (
+        False  # after_gradient is called only with steps of that kind
+    )
     refuses: ClassVar[Mapping[str, str]] = {}  # option of the optimizer -> why it means nothing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -185,6 +188,10 @@ class Method:
     def overrides(self, slot: str) -> bool:
         """Does this method state something of its own there?"""
         return getattr(type(self), slot) is not getattr(Method, slot)
+
+    def acts_after_gradient(self, mixing: Sequence[Any]) -> bool:
+        """Must `after_gradient` be called, with these steps without data?"""
+        return self.overrides("after_gradient") and (bool(mixing) or not self.only_when_mixing)
 
     @property
     def shares_anchor(self) -> bool:
