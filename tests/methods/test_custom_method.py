@@ -8,17 +8,14 @@ import torch
 
 import palsgd
 from support.core_access import method_states
+from support.pages import code_blocks, executed, section
 from support.places import ROOT
 from support.problems import batches, mse, train
 
 
 def worked_example():
     """What the code of CONTRIBUTING.md leaves behind."""
-    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Add a method")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
-    found = {"__name__": "worked_example"}
-    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), found)
-    return found
+    return executed("CONTRIBUTING.md", *code_blocks(section("CONTRIBUTING.md", "Add a method")))
 
 
 def test_the_method_of_the_contributing_page_runs_and_does_what_it_says():
