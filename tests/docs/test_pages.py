@@ -11,7 +11,7 @@ import torch
 
 import palsgd
 from palsgd import events, state
-from palsgd.tensors import RESERVED, WorkerTensors
+from palsgd.tensors import RESERVED
 from support.pages import code_blocks, executed, page, pages, section
 from support.places import ROOT
 
@@ -72,12 +72,54 @@ def test_the_page_lists_every_member_of_a_contract_and_none_that_is_gone(title, 
     assert listed == public(kind) - left_out
 
 
-def test_the_page_lists_what_rules_find():
+FUNCTIONS = {"norm", "group", "mix_group"}
+COLUMNS = ("before_gradient", "after_gradient", "apply", "global_model")  # one slot of each
+
+
+def table_of_w() -> dict[str, set[str]]:
+    """For each column of the table, what it says `w` has there."""
     text = section("docs/extending.md", "Method").split("### What `w` has")[1].split("\n### ")[0]
-    named = set(re.findall(r"`(\w+)", text))
-    functions = {"norm", "group", "mix_group"}
-    assert named >= RESERVED | functions
-    assert all(hasattr(WorkerTensors, name) for name in functions)
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
+    found: dict[str, set[str]] = {slot: set() for slot in COLUMNS}
+    for name, *cells in rows:
+        for slot, cell in zip(COLUMNS, cells, strict=True):
+            found[slot] |= set(re.findall(r"`(\w+)", name)) if cell.strip() else set()
+    return found
+
+
+class Looking(palsgd.Method):
+    """Notes what its slots find in `w`."""
+
+    def note(self, slot, w):
+        self.found[slot] = {name for name in RESERVED | FUNCTIONS if hasattr(w, name)}
+
+    def before_gradient(self, w):
+        self.note("before_gradient", w)
+
+    def after_gradient(self, w, rate, mixing):
+        self.note("after_gradient", w)
+
+    def apply(self, w, reduced, outer):
+        self.note("apply", w)
+        outer.step()
+
+    def global_model(self, w):
+        self.note("global_model", w)
+
+
+def test_rules_find_what_the_page_says_they_find():
+    Looking.found = {}
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = palsgd.LocalOptimizer(
+        model, inner, method=Looking(), sync_every=2, transport=palsgd.Alone()
+    )
+    for batch in palsgd.until([torch.ones(1, 2)], opt, steps=2):
+        model(batch).sum().backward()
+        opt.step()
+    with opt.anchor_weights():
+        pass
+    assert Looking.found == table_of_w()
 
 
 def test_the_page_lists_every_event_with_its_fields():
