@@ -33,7 +33,14 @@ class Message:
 
     With a `codec` the mean is that of coded values (see palsgd.codecs), but for the last `exact`
     of them. With `gather` the values stay, no codec is used, and all workers' are in `rows`; these
-    are to be read and not changed, as workers in one process share them.
+    are to be read and not changed, as workers in one process share them. `residue` is what earlier
+    messages left unsent. The exchange sets `left`, what this one leaves, and, where it was started
+    and finished later, `sent`, the bytes that this worker handed over.
+
+    Example:
+        >>> import torch, palsgd
+        >>> palsgd.Message(torch.ones(3)).handed_over(workers=2)
+        12
     """
 
     values: Tensor  # flat; replaced in place
@@ -57,6 +64,29 @@ class Message:
 
 
 class Transport(ABC):
+    """How one worker exchanges with the others. A subclass sets `worker` and `workers` and has
+    `mean`; the other methods have defaults, or refuse what they are needed for.
+
+    Attributes:
+        worker: which worker this is, from 0.
+        workers: how many there are.
+        rank_inside: which one this is of the ranks that together are this worker.
+        inside: the process group of those ranks, if several.
+
+    Example:
+        >>> import torch, palsgd
+        >>> class Counting(palsgd.Transport):
+        ...     "One worker, whose exchanges are counted."
+        ...     exchanges = 0
+        ...     def mean(self, message):
+        ...         self.exchanges += 1
+        >>> transport = Counting()
+        >>> transport.exchange(palsgd.Message(torch.ones(3)))
+        0
+        >>> transport.exchanges
+        1
+    """
+
     worker: int = 0  # which worker this is
     workers: int = 1  # how many there are
     rank_inside: int = 0  # which one this is of the ranks that together are this worker
