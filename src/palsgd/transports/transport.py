@@ -51,6 +51,14 @@ class Message:
     gather: bool = False
     rows: Tensor | None = None  # (workers, len(values)) after a gather
     sent: int = 0  # set by an exchange that was started and is through: its bytes
+    takes_sum: bool = False  # may the exchange leave the sum of the values and set `divisor`?
+    divisor: int = 1  # set by such an exchange: the mean is the values divided by it
+
+    def divide(self) -> None:
+        """Make a sum that was left the mean."""
+        if self.divisor != 1:
+            self.values.div_(self.divisor)
+            self.divisor = 1
 
     def handed_over(self, workers: int) -> int:
         """The bytes that one of so many workers hands over for this message."""
