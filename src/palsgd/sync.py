@@ -479,7 +479,7 @@ def flattened(tensors: Any, like: Tensor) -> Tensor:
 def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last stay."""
     chunks = values.split([t.numel() for t in like], dim=-1)
-    return [c.reshape(*values.shape[:-1], *t.shape) for c, t in zip(chunks, like, strict=True)]
+    return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
