@@ -248,7 +248,8 @@ class StackedSyncer:
             key = (fragment, number + used)
             pending.left[key] = self._exchanged(rows[:, low : low + width], key)
             used += 1
-        mean = rows[0] * (self._workers / pending.contributors)
+        # Where no worker is finite the sync is refused when it is applied, in either engine.
+        mean = rows[0] * (self._workers / max(1, pending.contributors))
         if weight is not None:
             mean /= float(weight[finite].mean())
         if part.tensors is None:
