@@ -130,7 +130,8 @@ def _take_spans(of: Parts, spans: list[Span]) -> None:
     worker = of.worker
     settled = not worker.method.varies_length
     worker.schedule = replace(worker.schedule, spans=tuple(spans), settled=settled)
-    worker.facts = replace(worker.facts, sync_every=spans[-1].length)
+    if settled:  # an interval rule chose it; a method that varies it goes on from what was given
+        worker.facts = replace(worker.facts, sync_every=spans[-1].length)
 
 
 # -- tensors like the model --------------------------------------------------------------------

@@ -9,8 +9,9 @@ worker that lost a peer after the second of five messages, had it applied them o
 hold two fifths of the new global model and three of the old.
 """
 
+import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -358,7 +359,7 @@ class Syncer:
         self, pending: PendingSync, scalars: dict[str, float], contributors: int
     ) -> None:
         """Only this fragment's pieces have a gradient, and so only they move."""
-        at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0))
+        at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0), contributors)
         params = self.anchor.outer_params[at.fragment]
         if any(p.name == "model" and p.reduction != "gather" for p in pending.parts):
             for param, mean in zip(params, parts["model"], strict=True):
@@ -379,7 +380,9 @@ class Syncer:
             return self.view.local_pieces(fragment)
         return self.view.pieces_in(fragment, pending.local_when_sent)
 
-    def _reduced(self, pending: PendingSync, weight: float) -> dict[str, list[Tensor]]:
+    def _reduced(
+        self, pending: PendingSync, weight: float, contributors: int
+    ) -> dict[str, list[Tensor]]:
         """What came back, part by part, as tensors like the fragment's."""
         if pending.parked:
             return {pending.parts[0].name: self.view.local_pieces(pending.at.fragment)}
@@ -388,19 +391,23 @@ class Syncer:
             tail = pending.tail if number == 0 else 0
             values = message.values[: len(message.values) - tail]
             if message.gather:
-                values = self._from_rows(message, tail, part, pending.at)
+                assert message.rows is not None
+                rows = message.rows[:, : message.rows.shape[1] - tail]
+                values = self._from_rows(rows, part, pending.at, contributors)
             if part.reduction == "weighted":
                 values = values.div_(weight)
             found[part.name] = self._shaped(pending.at.fragment, part, values)
         return found
 
-    def _from_rows(self, message: Message, tail: int, part: SentPart, at: Moment) -> Tensor:
+    def _from_rows(self, rows: Tensor, part: SentPart, at: Moment, contributors: int) -> Tensor:
         """All workers' values, or this worker's own mean over some of them."""
-        assert message.rows is not None
-        rows = message.rows[:, : message.rows.shape[1] - tail]
         if part.reduction == "gather":
             return rows
-        return weighted_sum(rows, self.method.weights(self.guard.worker, at.round))
+        weights = self.method.weights(self.guard.worker, at.round)
+        if weights is None:
+            return rows.mean(0) * (self.guard.workers / contributors)
+        where = f"for worker {self.guard.worker} in round {at.round}"
+        return weighted_sum(rows, check_weights(self.method, weights, len(rows), where))
 
     def _shaped(self, fragment: int, part: SentPart, values: Tensor) -> list[Tensor]:
         """Flat values, or a row of them for each worker, as tensors like the fragment's."""
@@ -463,7 +470,19 @@ def due_parts(payload: Payload, round: int) -> list[Part]:
     return found
 
 
-def weighted_sum(rows: Tensor, weights: Any) -> Tensor:
+def check_weights(method: Method, weights: Any, workers: int, where: str) -> Mapping[int, float]:
+    """What a method's `weights` gave, or a ValueError that says what it must be."""
+    sound = isinstance(weights, Mapping) and len(weights) > 0
+    if sound and all(peer in range(workers) and math.isfinite(w) for peer, w in weights.items()):
+        return weights
+    raise ValueError(
+        f"{type(method).__name__}.weights gives {weights!r} {where}; it must give a finite weight "
+        f"for at least one of the workers 0 to {workers - 1}, as {{worker: weight}}, or None for "
+        "the mean over all"
+    )
+
+
+def weighted_sum(rows: Tensor, weights: Mapping[int, float]) -> Tensor:
     """The rows of some workers, each times its weight, in the order of the workers."""
     total = torch.zeros_like(rows[0])
     for peer, weight in sorted(weights.items()):

@@ -1,11 +1,15 @@
 """Corners of the contract of methods, each of which a small method of its own stands in."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 import palsgd
 from palsgd.methods.scaffold import SCAFFOLDMethod
 from support.engines import check
+from support.problems import train
 
 
 class Scaled(nn.Module):
@@ -46,3 +50,69 @@ def test_a_part_of_its_own_may_have_tensors_without_axes():
     method = SCAFFOLDMethod()
     exact, fast = (simulated(method, vectorize=v, fragments=2) for v in (False, True))
     check(fast, exact)
+
+
+class Uneven(palsgd.Method):
+    """Rounds of H, H + 1 and H + 2 steps in turn."""
+
+    def length(self, round, facts):
+        return facts.sync_every + round % 3
+
+
+def alone(method, **settings):
+    torch.manual_seed(0)
+    model = Scaled().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    given = dict(sync_every=3, transport=palsgd.Alone()) | settings
+    return model, palsgd.LocalOptimizer(model, inner, method, **given)
+
+
+def test_a_resumed_run_goes_on_with_the_lengths_of_its_rounds():
+    model, opt = alone(Uneven())
+    train(model, opt, shard(0), 8)
+    state = copy.deepcopy(opt.state_dict())
+    train(model, opt, shard(0), 30)
+    again, resumed = alone(Uneven())
+    resumed.load_state_dict(state)
+    train(again, resumed, shard(0), 30)
+    clocks = [[line["clock"] for line in o.ledger.history] for o in (opt, resumed)]
+    assert clocks[1] == clocks[0] == [3, 7, 8, 11, 15, 20, 23, 27, 30]
+
+
+def test_an_interval_rule_beside_an_own_length_is_refused():
+    with pytest.raises(
+        ValueError, match="sync_every=Auto.* means nothing for Uneven: its own length"
+    ):
+        alone(Uneven(), sync_every="auto")
+
+
+class AllOrNeighbour(palsgd.Method):
+    """Every second round the mean over all workers, otherwise the next worker's model."""
+
+    def weights(self, worker, round):
+        return None if round % 2 else {(worker + 1) % 3: 1.0}
+
+    def global_model(self, w):
+        return w.local
+
+
+class AllOrEqual(AllOrNeighbour):
+    def weights(self, worker, round):
+        return dict.fromkeys(range(3), 1 / 3) if round % 2 else {(worker + 1) % 3: 1.0}
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_no_weights_are_the_mean_over_all_workers(vectorize):
+    none, equal = (simulated(m(), vectorize=vectorize) for m in (AllOrNeighbour, AllOrEqual))
+    torch.testing.assert_close(none.model.state_dict(), equal.model.state_dict())
+
+
+@pytest.mark.parametrize("weights", [{-1: 1.0}, {1: 1.0}, {}, {0: float("nan")}, 0.5])
+def test_weights_that_mean_nothing_are_refused(weights):
+    class Wrong(AllOrNeighbour):
+        def weights(self, worker, round):
+            return weights
+
+    model, opt = alone(Wrong())
+    with pytest.raises(ValueError, match=r"Wrong\.weights gives .* for worker 0 in round 0"):
+        train(model, opt, shard(0), 3)
