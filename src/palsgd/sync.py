@@ -287,8 +287,7 @@ class Syncer:
 
     def _count(self, pending: PendingSync, message: Message, sent: int) -> None:
         pending.sent += sent
-        coded = message.codec is not None and message.codec.gathered
-        self.count_message(sent, gathered=message.gather or coded)
+        self.count_message(sent, gathered=message.gathered)
 
     def count_message(self, sent: int, *, gathered: bool = False) -> None:
         ledger = self.meter.ledger

@@ -81,7 +81,7 @@ def test_a_resumed_run_goes_on_with_the_lengths_of_its_rounds():
 
 def test_an_interval_rule_beside_an_own_length_is_refused():
     with pytest.raises(
-        ValueError, match="sync_every=Auto.* means nothing for Uneven: its own length"
+        ValueError, match=r"sync_every=Auto.* means nothing for Uneven: its own length"
     ):
         alone(Uneven(), sync_every="auto")
 

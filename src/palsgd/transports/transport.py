@@ -44,6 +44,13 @@ class Message:
     gather: bool = False
     rows: Tensor | None = None  # (workers, len(values)) after a gather
     sent: int = 0  # set by an exchange that was started and is through: its bytes
+    arrived_gathered: bool = False  # of a saved message, which has no codec any more
+
+    @property
+    def gathered(self) -> bool:
+        """Do all workers get all workers' values, or their codes, instead of a mean?"""
+        coded = self.codec is not None and self.codec.gathered
+        return self.gather or coded or self.arrived_gathered
 
     def handed_over(self, workers: int) -> int:
         """The bytes that one of so many workers hands over for this message."""
