@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.buffers import Buffers
-from palsgd.checks import check_choice
+from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
 from palsgd.flat import Bucket
@@ -196,7 +196,7 @@ class Syncer:
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
-        parts = due_parts(payload, at.round)
+        parts = due_parts(self.method, payload, at.round, w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
             if bucket is not None:
@@ -342,7 +342,7 @@ class Syncer:
         if pending.finite:
             self._restart(pending)
         else:
-            self._start_over()
+            self._start_over(at.round)
         for number, message in enumerate(pending.messages):
             if message.left is not None:
                 self.residues[at.fragment, number] = message.left
@@ -436,11 +436,11 @@ class Syncer:
         low = self.anchor.ranges[fragment].start
         Bucket(self.replica.layout, low, shift).add(self.replica.local())
 
-    def _start_over(self) -> None:
+    def _start_over(self, round: int) -> None:
         """A worker whose model was not finite goes on from the global one, all fragments of it."""
         self.anchor.copy_to_local()
         self.states.reset_local()
-        w = self.view.whole()
+        w = self.view.whole(round=round)
         self.method.join(w)
         self.states.keep_scalars(w)
         forget_nonfinite(self.inner)
@@ -456,17 +456,41 @@ class Syncer:
         )
 
 
-def due_parts(payload: Payload, round: int) -> list[Part]:
+def due_parts(method: Method, payload: Payload, round: int, w: WorkerTensors) -> list[Part]:
     """The parts that travel with this round, checked."""
-    found = [part for part in payload.parts if (round + 1) % part.every == 0]
     for part in payload.parts:
-        check_choice(f"the reduction of {part.name!r}", part.reduction, REDUCTIONS)
+        _check_part(part, w)
+    _check_once("parts called", [repr(part.name) for part in payload.parts])
+    _check_once("parts that are", ["the displacement" for p in payload.parts if p.tensors is None])
+    found = [part for part in payload.parts if (round + 1) % part.every == 0]
     if not found:
         raise ValueError(
             f"no part of the payload travels with round {round}; give one of "
             f"{', '.join(part.name for part in payload.parts)} every=1"
         )
+    moves = any(part.name == "model" and part.reduction != "gather" for part in found)
+    if not moves and not method.overrides("apply"):
+        raise ValueError(
+            f"{method}.payload has no mean called 'model' in round {round}, and the apply() that "
+            "every method has moves the anchor by it; add Part('model'), or write an apply()"
+        )
     return found
+
+
+def _check_part(part: Part, w: WorkerTensors) -> None:
+    check_choice(f"the reduction of {part.name!r}", part.reduction, REDUCTIONS)
+    check_int(f"every of the part {part.name!r}", part.every, least=1)
+    if part.tensors is not None and len(part.tensors) != len(w.anchor):
+        raise ValueError(
+            f"the part {part.name!r} has {len(part.tensors)} tensors, where the model has "
+            f"{len(w.anchor)} at this sync; give one for each, in the order of w.local"
+        )
+
+
+def _check_once(what: str, found: list[str]) -> None:
+    twice = next((each for each in found if found.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"a payload has two {what} {twice}; leave one of them out")
 
 
 def check_weights(method: Method, weights: Any, workers: int, where: str) -> Mapping[int, float]:

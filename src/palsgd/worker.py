@@ -226,7 +226,7 @@ class Worker:
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.overrides("after_gradient"):
             return
-        w = self.syncer.view.whole()
+        w = self.syncer.view.whole(round=self.schedule.round_of(self.at.clock - 1))
         with torch.no_grad():
             weights = self.method.after_gradient(w, rate, mixing)
         self.syncer.states.keep_scalars(w)

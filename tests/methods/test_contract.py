@@ -116,3 +116,67 @@ def test_weights_that_mean_nothing_are_refused(weights):
     model, opt = alone(Wrong())
     with pytest.raises(ValueError, match=r"Wrong\.weights gives .* for worker 0 in round 0"):
         train(model, opt, shard(0), 3)
+
+
+class Looking(palsgd.Method):
+    """Moves by what it sees, so that engines that show different things end elsewhere."""
+
+    def before_gradient(self, w):
+        for gradient, momentum in zip(w.grad, w.inner["momentum_buffer"], strict=False):
+            gradient.add_(momentum, alpha=0.01 * (1 + w.round))
+
+    def after_gradient(self, w, rate, mixing):
+        torch._foreach_mul_(w.local, 1 - 0.01 / (1 + w.round))
+
+    def join(self, w):
+        torch._foreach_add_(w.local, 0.1 * w.round)
+
+
+def test_rules_see_the_round_and_the_inner_state_in_both_engines():
+    def optimizer(model):
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return palsgd.LocalOptimizer(
+            model, inner, Looking(), sync_every=4, on_nonfinite="skip", fragments=2
+        )
+
+    def spoilt(worker):
+        inputs, targets = shard(worker, 20)[8]
+        found = shard(worker, 20)
+        found[8] = (inputs, targets * (torch.nan if worker == 1 else 1.0))
+        return found
+
+    exact, fast = (
+        palsgd.simulate(
+            workers=3, steps=19, model=lambda: Scaled().double(), method=optimizer, data=spoilt,
+            loss=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
+            vectorize=vectorize, progress=False,
+        )
+        for vectorize in (False, True)
+    )  # fmt: skip
+    torch.testing.assert_close(fast.model.state_dict(), exact.model.state_dict())
+
+
+def part(name="own", tensors=(), **more):
+    return lambda w: palsgd.Part(name, list(w.local) if tensors == () else tensors, **more)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([part()], r"Sending\.payload has no mean called 'model' in round 0"),
+        ([part(), part("model", None, every=2)], "no mean called 'model' in round 0"),
+        ([part("model", None, reduction="gather")], "no mean called 'model' in round 0"),
+        ([part("model", None), part("other", None)], "two parts that are the displacement"),
+        ([part("model", None), part(), part()], "two parts called 'own'"),
+        ([part("model", None), part(tensors=[])], "'own' has 0 tensors, where the model has 3"),
+        ([part("model", None, every=0)], "every of the part 'model'=0 must be a whole number"),
+    ],
+)
+def test_a_payload_that_means_nothing_is_refused(parts, message):
+    class Sending(palsgd.Method):
+        def payload(self, w):
+            return palsgd.Payload(tuple(each(w) for each in parts))
+
+    model, opt = alone(Sending())
+    with pytest.raises(ValueError, match=message):
+        train(model, opt, shard(0), 3)
