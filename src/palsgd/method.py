@@ -266,6 +266,7 @@ class Method:
         if self.varies_length:
             found.setdefault("delay", "rounds of varying length may end before a sync arrives")
             found.setdefault("fragments", "rounds of varying length have no fixed places for them")
+            found.setdefault("sync_every", "its own length() says how long a round is")
         if self.overrides("weights"):
             found.setdefault("compress", "codes are averaged over all workers, not over some")
             found.setdefault("delay", "every worker's own mean would arrive late")

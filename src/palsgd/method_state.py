@@ -28,6 +28,7 @@ class MethodState:
         self.local_scalars = state_scalars(method.local_state)
         self.common_scalars = state_scalars(method.global_state)
         self.initial_scalars = dict(self.local_scalars)
+        self._initial_common = dict(self.common_scalars)
 
     def sources(self, fragment: int | None) -> dict[str, Callable[[], Any]]:
         """The tensors by name, of the whole model or of a fragment."""
@@ -51,6 +52,14 @@ class MethodState:
         for kept in self.local.values():
             kept.flat.zero_()
         self.local_scalars.update(self.initial_scalars)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Everything as it was before the first sync."""
+        self.reset_local()
+        for kept in self.common.values():
+            kept.flat.zero_()
+        self.common_scalars.update(self._initial_common)
 
     def digest(self, fragment: int | None) -> int:
         """Of what all workers must hold alike."""

@@ -40,9 +40,7 @@ class MethodView:
         sources = self.states.sources(None) | {
             "local": self.replica.local,
             "anchor": lambda: self.anchor.views,
-            "inner": lambda: InnerState(
-                self._inner, self.replica.params, lambda tensors: tensors, lambda *_: None
-            ),
+            "inner": lambda: self._whole_inner(self.replica.params),
         }
         return self._made(sources, groups=self.replica.groups, **known)
 
@@ -50,6 +48,7 @@ class MethodView:
         """The tensors that have a gradient, with it."""
         have = [i for i, p in enumerate(self.replica.params) if p.grad is not None]
         local, params = self.replica.local(), self.replica.params
+        chosen = [params[i] for i in have]
         sources: dict[str, Callable[[], Any]] = {
             name: partial(_chosen, source, have)
             for name, source in self.states.sources(None).items()
@@ -57,9 +56,13 @@ class MethodView:
         sources |= {
             "local": lambda: [local[i] for i in have],
             "anchor": lambda: [self.anchor.views[i] for i in have],
-            "grad": lambda: [local_tensor(params[i].grad) for i in have],  # type: ignore[arg-type]
+            "grad": lambda: [local_tensor(p.grad) for p in chosen],  # type: ignore[arg-type]
+            "inner": lambda: self._whole_inner(chosen),
         }
         return self._made(sources, groups=self._groups([self._group_of[i] for i in have]), **known)
+
+    def _whole_inner(self, params: list[Tensor]) -> "InnerState":
+        return InnerState(self._inner, params, lambda tensors: tensors, lambda *_: None)
 
     def fragment(
         self,

@@ -112,7 +112,7 @@ def checked_options(
         compress=codec,
         delay=options.delay,
         fragments=options.fragments,
-        auto=auto,
+        sync_every=auto,
     )
     _check_lag(first, auto, options.delay, options.fragments)
     return options
@@ -126,7 +126,7 @@ def _check_positive(**values: float | None) -> None:
 
 def _check_refusals(method: Method, **options: Any) -> None:
     """Refuse options that mean nothing for the method, with its reason."""
-    nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "auto": None}
+    nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "sync_every": None}
     reasons = method.refusals()
     for name, value in options.items():
         if value != nothing[name] and name in reasons:

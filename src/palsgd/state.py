@@ -5,6 +5,7 @@ from an optimizer and put back. Draws need no state, as plans are pure.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def _save_progress(of: Parts) -> dict[str, Any]:
 
 
 def _load_progress(of: Parts, saved: dict[str, Any], strict: bool) -> None:
-    worker, saved = of.worker, dict(saved)
+    worker, saved = of.worker, deepcopy(saved)  # the worker writes into some of its lists
     spans, measuring = saved.pop("spans"), saved.pop("measuring")
     costs = [Costs(**found) for found in saved.pop("costs")]
     saved["marks"] = [(steps, tuple(sums)) for steps, sums in saved["marks"]]
@@ -130,7 +131,8 @@ def _take_spans(of: Parts, spans: list[Span]) -> None:
     worker = of.worker
     settled = not worker.method.varies_length
     worker.schedule = replace(worker.schedule, spans=tuple(spans), settled=settled)
-    worker.facts = replace(worker.facts, sync_every=spans[-1].length)
+    if settled:  # an interval rule chose it; a method that varies it goes on from what was given
+        worker.facts = replace(worker.facts, sync_every=spans[-1].length)
 
 
 # -- tensors like the model --------------------------------------------------------------------
@@ -178,15 +180,21 @@ def _save_method(of: Parts) -> dict[str, Any] | None:
 
 def _load_method(of: Parts, saved: dict[str, Any] | None, strict: bool) -> None:
     worker = of.worker
-    if saved is None or not worker.at.has_anchor:
+    if worker._syncer is None:
         return
     states, replica = worker.syncer.states, worker.inner.replica
+    states.reset()
+    if saved is None or not worker.at.has_anchor:
+        return  # they start anew at the switch
     for kept, found in ((states.local, saved["local"]), (states.common, saved["global"])):
         for name in kept:
             if name in found:
                 _load_named(replica, kept[name], found[name])
-    states.local_scalars.update(saved["local scalars"])
-    states.common_scalars.update(saved["global scalars"])
+    for scalars, numbers in (
+        (states.local_scalars, saved["local scalars"]),
+        (states.common_scalars, saved["global scalars"]),
+    ):
+        scalars.update({name: numbers[name] for name in scalars if name in numbers})
 
 
 # -- optimizers --------------------------------------------------------------------------------
@@ -296,6 +304,7 @@ def _save_message(message: Message) -> dict[str, Any]:
         "values": message.values.clone(),
         "sent": message.sent,
         "gather": message.gather,
+        "gathered": message.gathered,
         "rows": _cloned(message.rows),
         "left": None if left is None else [left.own.clone(), left.mean.clone()],
     }
@@ -318,6 +327,7 @@ def _message(saved: dict[str, Any]) -> Message:
         saved["values"].clone(),
         sent=saved["sent"],
         gather=saved["gather"],
+        arrived_gathered=saved.get("gathered", False),
         rows=_cloned(saved["rows"]),
         left=None if left is None else Residue(left[0].clone(), left[1].clone()),
     )

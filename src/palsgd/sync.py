@@ -9,8 +9,9 @@ worker that lost a peer after the second of five messages, had it applied them o
 hold two fifths of the new global model and three of the old.
 """
 
+import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.buffers import Buffers
-from palsgd.checks import check_choice
+from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
 from palsgd.flat import Bucket
@@ -198,7 +199,7 @@ class Syncer:
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
-        parts = due_parts(payload, at.round)
+        parts = due_parts(self.method, payload, at.round, w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
             digest = None
@@ -300,8 +301,7 @@ class Syncer:
 
     def _count(self, pending: PendingSync, message: Message, sent: int) -> None:
         pending.sent += sent
-        coded = message.codec is not None and message.codec.gathered
-        self.count_message(sent, gathered=message.gather or coded)
+        self.count_message(sent, gathered=message.gathered)
 
     def count_message(self, sent: int, *, gathered: bool = False) -> None:
         ledger = self.meter.ledger
@@ -357,7 +357,7 @@ class Syncer:
         if pending.finite:
             self._restart(pending)
         else:
-            self._start_over()
+            self._start_over(at.round)
         for number, message in enumerate(pending.messages):
             if message.left is not None:
                 self.residues[at.fragment, number] = message.left
@@ -373,7 +373,7 @@ class Syncer:
         self, pending: PendingSync, scalars: dict[str, float], contributors: int
     ) -> None:
         """Only this fragment's pieces have a gradient, and so only they move."""
-        at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0))
+        at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0), contributors)
         params = self.anchor.outer_params[at.fragment]
         if any(p.name == "model" and p.reduction != "gather" for p in pending.parts):
             for param, mean in zip(params, parts["model"], strict=True):
@@ -395,7 +395,9 @@ class Syncer:
             return self.view.local_pieces(fragment)
         return self.view.pieces_in(fragment, pending.local_when_sent)
 
-    def _reduced(self, pending: PendingSync, weight: float) -> dict[str, list[Tensor]]:
+    def _reduced(
+        self, pending: PendingSync, weight: float, contributors: int
+    ) -> dict[str, list[Tensor]]:
         """What came back, part by part, as tensors like the fragment's."""
         if pending.parked:
             return {pending.parts[0].name: self.view.local_pieces(pending.at.fragment)}
@@ -404,19 +406,23 @@ class Syncer:
             tail = pending.tail if number == 0 else 0
             values = message.values[: len(message.values) - tail]
             if message.gather:
-                values = self._from_rows(message, tail, part, pending.at)
+                assert message.rows is not None
+                rows = message.rows[:, : message.rows.shape[1] - tail]
+                values = self._from_rows(rows, part, pending.at, contributors)
             if part.reduction == "weighted":
                 values = values.div_(weight)
             found[part.name] = self._shaped(pending.at.fragment, part, values)
         return found
 
-    def _from_rows(self, message: Message, tail: int, part: SentPart, at: Moment) -> Tensor:
+    def _from_rows(self, rows: Tensor, part: SentPart, at: Moment, contributors: int) -> Tensor:
         """All workers' values, or this worker's own mean over some of them."""
-        assert message.rows is not None
-        rows = message.rows[:, : message.rows.shape[1] - tail]
         if part.reduction == "gather":
             return rows
-        return weighted_sum(rows, self.method.weights(self.guard.worker, at.round))
+        weights = self.method.weights(self.guard.worker, at.round)
+        if weights is None:
+            return rows.mean(0) * (self.guard.workers / contributors)
+        where = f"for worker {self.guard.worker} in round {at.round}"
+        return weighted_sum(rows, check_weights(self.method, weights, len(rows), where))
 
     def _shaped(self, fragment: int, part: SentPart, values: Tensor) -> list[Tensor]:
         """Flat values, or a row of them for each worker, as tensors like the fragment's."""
@@ -446,11 +452,11 @@ class Syncer:
         low = self.anchor.ranges[fragment].start
         Bucket(self.replica.layout, low, shift).add(self.replica.local())
 
-    def _start_over(self) -> None:
+    def _start_over(self, round: int) -> None:
         """A worker whose model was not finite goes on from the global one, all fragments of it."""
         self.anchor.copy_to_local()
         self.states.reset_local()
-        w = self.view.whole()
+        w = self.view.whole(round=round)
         self.method.join(w)
         self.states.keep_scalars(w)
         forget_nonfinite(self.inner)
@@ -466,20 +472,56 @@ class Syncer:
         )
 
 
-def due_parts(payload: Payload, round: int) -> list[Part]:
+def due_parts(method: Method, payload: Payload, round: int, w: WorkerTensors) -> list[Part]:
     """The parts that travel with this round, checked."""
-    found = [part for part in payload.parts if (round + 1) % part.every == 0]
     for part in payload.parts:
-        check_choice(f"the reduction of {part.name!r}", part.reduction, REDUCTIONS)
+        _check_part(part, w)
+    _check_once("parts called", [repr(part.name) for part in payload.parts])
+    _check_once("parts that are", ["the displacement" for p in payload.parts if p.tensors is None])
+    found = [part for part in payload.parts if (round + 1) % part.every == 0]
     if not found:
         raise ValueError(
             f"no part of the payload travels with round {round}; give one of "
             f"{', '.join(part.name for part in payload.parts)} every=1"
         )
+    moves = any(part.name == "model" and part.reduction != "gather" for part in found)
+    if not moves and not method.overrides("apply"):
+        raise ValueError(
+            f"{method}.payload has no mean called 'model' in round {round}, and the apply() that "
+            "every method has moves the anchor by it; add Part('model'), or write an apply()"
+        )
     return found
 
 
-def weighted_sum(rows: Tensor, weights: Any) -> Tensor:
+def _check_part(part: Part, w: WorkerTensors) -> None:
+    check_choice(f"the reduction of {part.name!r}", part.reduction, REDUCTIONS)
+    check_int(f"every of the part {part.name!r}", part.every, least=1)
+    if part.tensors is not None and len(part.tensors) != len(w.anchor):
+        raise ValueError(
+            f"the part {part.name!r} has {len(part.tensors)} tensors, where the model has "
+            f"{len(w.anchor)} at this sync; give one for each, in the order of w.local"
+        )
+
+
+def _check_once(what: str, found: list[str]) -> None:
+    twice = next((each for each in found if found.count(each) > 1), None)
+    if twice is not None:
+        raise ValueError(f"a payload has two {what} {twice}; leave one of them out")
+
+
+def check_weights(method: Method, weights: Any, workers: int, where: str) -> Mapping[int, float]:
+    """What a method's `weights` gave, or a ValueError that says what it must be."""
+    sound = isinstance(weights, Mapping) and len(weights) > 0
+    if sound and all(peer in range(workers) and math.isfinite(w) for peer, w in weights.items()):
+        return weights
+    raise ValueError(
+        f"{type(method).__name__}.weights gives {weights!r} {where}; it must give a finite weight "
+        f"for at least one of the workers 0 to {workers - 1}, as {{worker: weight}}, or None for "
+        "the mean over all"
+    )
+
+
+def weighted_sum(rows: Tensor, weights: Mapping[int, float]) -> Tensor:
     """The rows of some workers, each times its weight, in the order of the workers."""
     total = torch.zeros_like(rows[0])
     for peer, weight in sorted(weights.items()):
@@ -495,7 +537,7 @@ def flattened(tensors: Any, like: Tensor) -> Tensor:
 def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last stay."""
     chunks = values.split([t.numel() for t in like], dim=-1)
-    return [c.reshape(*values.shape[:-1], *t.shape) for c, t in zip(chunks, like, strict=True)]
+    return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

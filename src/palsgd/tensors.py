@@ -27,12 +27,14 @@ class WorkerTensors:
         grad: the gradients, in `before_gradient` only.
         groups: for each parameter group, the indices of its tensors.
         inner: `inner[name]` are the inner optimizer's tensors of that name, none if it has none.
-        gradient_steps: gradient steps since these tensors were last synced, a number.
+        gradient_steps: gradient steps since these tensors were last synced, a number; at a sync
+            only, as the next two.
         rate_sums: for each tensor, the sum of the (divided) learning rates of those steps.
         rates: for each tensor, the (undivided) learning rate of the last step before the sync,
-            which all workers have in common; at a sync only.
+            which all workers have in common.
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
-        worker, workers, round: numbers.
+        worker, workers: numbers; of stacked workers `worker` is a tensor with one entry for each.
+        round: the number of the round; not in `global_model`.
     """
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]], **known: Any):

@@ -101,6 +101,8 @@ class Worker:
 
     def step(self) -> Exchange:
         """Take the gradient at hand, then every step up to the next one that needs a gradient."""
+        if self._at_end():  # somebody goes on training: this was not the end
+            self.end_at(None)
         if self.warming_up:
             yield from self._warmup_step()
         else:
@@ -149,10 +151,13 @@ class Worker:
             if run or rate is not None:
                 self._after_gradient(rate, self._tick_without_data(run))
             rate = None
-            if not self._due():
+            if self._due():
+                yield from self._run_due()
+                if not self.leads:
+                    return
+            elif not run:
                 return
-            yield from self._run_due()
-            if not self.leads or self._at_end():
+            if self._at_end():
                 return
 
     def _warmup_step(self) -> Exchange:
@@ -221,7 +226,7 @@ class Worker:
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole()
+        w = self.syncer.view.whole(round=self.schedule.round_of(self.at.clock - 1))
         with torch.no_grad():
             weights = self.method.after_gradient(w, rate, mixing)
         self.syncer.states.keep_scalars(w)

@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 import palsgd
 from palsgd.codecs import BLOCK, find_codec
+from palsgd.simulator.exact import exchanged
+from palsgd.transports import SimulatedTransport
 from support.core_access import layout_size, residues_of
 from support.problems import batches, linear, mse, train, vector
 
@@ -194,3 +196,45 @@ def alone(compress):
 
 def test_a_single_worker_has_nobody_to_send_codes_to():
     np.testing.assert_array_equal(alone("int4"), alone(None))
+
+
+def test_a_gathered_message_is_counted_alike_when_it_was_saved_on_its_way():
+    straight, resumed = (top_k_under_way(resume=resume) for resume in (False, True))
+    assert straight == resumed
+
+
+def top_k_under_way(*, resume):
+    """The bytes on the wire of three workers' first delayed sync of the largest values."""
+    settings, models, opts = [], [], []
+    for worker in range(3):
+        transport = SimulatedTransport(worker, 3, settings)
+        model = linear()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        opts.append(
+            palsgd.LocalSGD(
+                model, inner, sync_every=4, delay=2, compress="topk:0.1", transport=transport
+            )
+        )
+        models.append(model)
+    for step in range(6):
+        for worker, model in enumerate(models):
+            mse(model, batches(worker)[step % 5]).backward()
+        run_together([opt.simulated_step() for opt in opts])
+        if resume and step == 4:
+            for opt in opts:
+                opt.load_state_dict(opt.state_dict())
+    return [opt.ledger.bytes_on_the_wire for opt in opts]
+
+
+def run_together(exchanges):
+    requests = [next(exchange, None) for exchange in exchanges]
+    while any(request is not None for request in requests):
+        sent = exchanged(requests, 0)
+        requests = [_resumed(exchange, sent) for exchange in exchanges]
+
+
+def _resumed(exchange, sent):
+    try:
+        return exchange.send(sent)
+    except StopIteration:
+        return None

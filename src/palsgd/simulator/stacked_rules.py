@@ -77,7 +77,7 @@ class StackedRules:
         self, workers: list[int], rate: Rates | None, mixing: list[Rates], clocks: list[int]
     ) -> None:
         chosen = self._view.select(workers)
-        w = self._view.whole(chosen)
+        w = self._view.whole(chosen, round=self._worker.schedule.round_of(clocks[0] - 1))
         weights = self._method.after_gradient(w, rate, mixing)
         self._view.keep(w, chosen)
         if weights is None:

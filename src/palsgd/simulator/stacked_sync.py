@@ -95,7 +95,7 @@ class StackedSyncer:
         chosen = self.view.everyone(at.fragment)
         w = self._tensors(at, chosen)
         payload = self._method.payload(w)
-        parts = due_parts(payload, at.round)
+        parts = due_parts(self._method, payload, at.round, w)
         finite, distance, plain = self._look_at(w, parts)
         weight = self._per_worker(payload.weight)
         pending = StackedPending(
@@ -248,7 +248,8 @@ class StackedSyncer:
             key = (fragment, number + used)
             pending.left[key] = self._exchanged(rows[:, low : low + width], key)
             used += 1
-        mean = rows[0] * (self._workers / pending.contributors)
+        # Where no worker is finite the sync is refused when it is applied, in either engine.
+        mean = rows[0] * (self._workers / max(1, pending.contributors))
         if weight is not None:
             mean /= float(weight[finite].mean())
         if part.tensors is None:
@@ -315,7 +316,7 @@ class StackedSyncer:
             self._move_on(pending)
         for k, finite in enumerate(pending.finite):
             if not finite:
-                self._start_over(k)
+                self._start_over(k, pending.at.round)
 
     def _move_on(self, pending: StackedPending) -> None:
         """The anchor, plus what the local models have gained meanwhile."""
@@ -331,13 +332,13 @@ class StackedSyncer:
                 x.add_(a - before)
         chosen.put_back()
 
-    def _start_over(self, worker: int) -> None:
+    def _start_over(self, worker: int, round: int) -> None:
         """A worker whose model was not finite goes on from the global one, all fragments of it."""
         for x, a in zip(self.view.own(self.stack.params), self._anchor.views, strict=True):
             x[worker] = a.to(x.dtype)
         self.view.reset_local(worker)
         chosen = self.view.select([worker])
-        w = self.view.whole(chosen)
+        w = self.view.whole(chosen, round=round)
         self._method.join(w)
         self.view.keep(w, chosen)
         self.stack.forget_nonfinite(self.view.number_of(worker))

@@ -52,6 +52,7 @@ class Message:
     rows: Tensor | None = None  # (workers, len(values)) after a gather
     sent: int = 0  # set by an exchange that was started and is through: its bytes
     takes_sum: bool = False  # may the exchange leave the sum of the values and set `divisor`?
+    arrived_gathered: bool = False  # of a saved message, which has no codec any more
     divisor: int = 1  # set by such an exchange: the mean is the values divided by it
 
     def divide(self) -> None:
@@ -59,6 +60,12 @@ class Message:
         if self.divisor != 1:
             self.values.div_(self.divisor)
             self.divisor = 1
+
+    @property
+    def gathered(self) -> bool:
+        """Do all workers get all workers' values, or their codes, instead of a mean?"""
+        coded = self.codec is not None and self.codec.gathered
+        return self.gather or coded or self.arrived_gathered
 
     def handed_over(self, workers: int) -> int:
         """The bytes that one of so many workers hands over for this message."""
