@@ -21,6 +21,8 @@ def composed(method: Any) -> Method:
         return method
     if not isinstance(method, Sequence) or not all(isinstance(m, Method) for m in method):
         raise ValueError(f"method={method!r} must be a palsgd.Method, or a list of them")
+    if not method:
+        raise ValueError("method=[] has no rules; give palsgd.Method() for Local SGD")
     if len(method) == 1:
         return method[0]
     for slot in ONCE:
@@ -58,10 +60,11 @@ class Composed(Method):
         return " + ".join(map(str, self.methods))
 
     def settings(self) -> dict[str, Any]:
+        titles = [str(method) for method in self.methods]
         return {
-            f"{method}.{name}": value
-            for method in self.methods
-            for name, value in method.settings().items()
+            f"{title}{titles[:place].count(title) + 1 if title in titles[:place] else ''}.{name}": v
+            for place, (title, method) in enumerate(zip(titles, self.methods, strict=True))
+            for name, v in method.settings().items()
         }
 
     @property
