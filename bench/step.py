@@ -232,6 +232,7 @@ def arguments():
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--model", choices=list(SIZES), help="default: 125m on a GPU, 8m on a CPU")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of the step without a sync")
     parser.add_argument("--launch", type=int, metavar="BLOCKS", help=argparse.SUPPRESS)
     add_record_options(parser)
     args = parser.parse_args()
@@ -250,7 +251,7 @@ def main():
         return
     record = provenance(args.device, tiny=args.tiny) | {
         "model": args.model,
-        "idle": idle_step(1 if args.tiny else LAUNCHES, 2 if args.tiny else 100),
+        "idle": idle_step(1 if args.tiny else args.launches, 2 if args.tiny else 100),
         "mixing": mixing(args.model, args.device, 5 * args.repeats),
         "round": round_overhead(args.model, args.device, args.repeats),
         "memory": peak_memory("tiny" if args.tiny else "gpt-neo-125m", args.device),

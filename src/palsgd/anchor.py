@@ -44,8 +44,19 @@ class Anchor(FlatModel):
 
 def digest(flat: Tensor) -> int:
     """32 bits of a flat float32 or float64 tensor: the sum of its 8-byte words, folded."""
+    return folded(words(flat))
+
+
+def words(flat: Tensor) -> int:
+    """The sum of the 8-byte words of a flat tensor. Sums of pieces that begin at whole words add up
+    to that of all, in the 64 bits that `folded` looks at."""
     pairs = flat.numel() * flat.itemsize // 8
     total = int(flat[: pairs * 8 // flat.itemsize].view(torch.int64).sum())
     if flat.numel() * flat.itemsize % 8:
         total += int(flat[-1:].view(torch.int32))
+    return total
+
+
+def folded(total: int) -> int:
+    """32 bits of the 64 lowest of a sum."""
     return (total ^ (total >> 32)) & 0xFFFFFFFF

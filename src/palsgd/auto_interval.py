@@ -13,6 +13,26 @@ class Auto:
 
     The first `rounds` rounds have `least` steps each, are not overlapped, and are measured; the
     first of them, in which buffers and kernels are made, does not count.
+
+    Args:
+        share: the part of the time that may go into communication, in (0, 1).
+        least: the smallest H, and that of the rounds that are measured.
+        most: the largest H.
+        rounds: the number of rounds that are measured, at least 2.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the range.
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DiLoCo(
+        ...     model, inner, sync_every=palsgd.Auto(share=0.02, least=16, most=512),
+        ...     transport=palsgd.Alone(),
+        ... )
+        >>> opt.sync_every
+        16
     """
 
     share: float = 0.05

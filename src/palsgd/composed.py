@@ -75,6 +75,10 @@ class Composed(Method):
     def global_state(self) -> tuple[Any, ...]:  # type: ignore[override]
         return tuple(entry for m in self.methods for entry in m.global_state)
 
+    @property
+    def only_when_mixing(self) -> bool:  # type: ignore[override]
+        return all(m.only_when_mixing for m in self.methods if m.overrides("after_gradient"))
+
     def refusals(self) -> dict[str, str]:
         return {k: v for method in reversed(self.methods) for k, v in method.refusals().items()}
 
@@ -103,7 +107,8 @@ class Composed(Method):
     def after_gradient(
         self, w: WorkerTensors, rate: Rates | None, mixing: Sequence[Rates]
     ) -> tuple[Rate, Rate] | None:
-        ranges = [method.after_gradient(w, rate, mixing) for method in self.methods]
+        acting = [method for method in self.methods if method.acts_after_gradient(mixing)]
+        ranges = [method.after_gradient(w, rate, mixing) for method in acting]
         found = [r for r in ranges if r is not None]
         if not found:
             return None

@@ -2,6 +2,19 @@
 
 `opt.on(palsgd.events.Synced, listener)` has `listener(event)` called after every sync. Any number
 of listeners may be registered; each gets a handle to remove it again.
+
+Example:
+    >>> import torch, palsgd
+    >>> model = torch.nn.Linear(2, 1)
+    >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> opt = palsgd.LocalSGD(model, inner, sync_every=2, transport=palsgd.Alone())
+    >>> handle = opt.on(palsgd.events.Synced, lambda event: print("synced at", event.clock))
+    >>> for batch in palsgd.until([torch.ones(1, 2)], opt, steps=4):
+    ...     model(batch).sum().backward()
+    ...     opt.step()
+    synced at 2
+    synced at 4
+    >>> handle.remove()
 """
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Where each tensor lies in one flat buffer, and how ranges of it travel in buckets."""
 
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -152,9 +154,13 @@ class Bucket:
             if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
                 tensors[i].copy_(self._layout.view(i, flat, 0))
 
+    def part_of(self, flat: Tensor) -> Tensor:
+        """This range of another flat model."""
+        return flat[self._low : self._low + self.flat.numel()]
+
     def subtract(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
         """Fill the bucket with a flat buffer, given with its views, minus `tensors`."""
-        minuend = flat[self._low : self._low + self.flat.numel()]
+        minuend = self.part_of(flat)
         if flat.is_cuda:  # a launch per tensor would cost more than two more passes over memory
             self.read(tensors)
             torch.sub(minuend, self.flat, out=self.flat)
@@ -164,6 +170,29 @@ class Bucket:
         for i, part, place in self._cut:
             difference = self.flat[place]
             torch.sub(minuend[place], self._layout.flattened(i, tensors[i])[part], out=difference)
+
+    def subtract_in_order(
+        self, flat: Tensor, views: list[Tensor], tensors: list[Tensor], width: int
+    ) -> Iterator[int]:
+        """As `subtract` on a CPU, from the first element to the last. Yields how far the bucket is
+        filled, at least every `width` elements within tensors that fill their memory."""
+        minuend, whole = self.part_of(flat), dict(self._whole)
+        for i, part, place in self._in_order:
+            dense = tensors[i].stride() == self._layout.strides[i]
+            if part is None and (place.stop - place.start <= width or not dense):
+                torch.sub(views[i], tensors[i], out=whole[i])
+                yield place.stop
+                continue
+            source = self._layout.flattened(i, tensors[i])[part or slice(None)]
+            for low in range(place.start, place.stop, width):
+                cut = slice(low, min(low + width, place.stop))
+                subtrahend = source[low - place.start : cut.stop - place.start]
+                torch.sub(minuend[cut], subtrahend, out=self.flat[cut])
+                yield cut.stop
+
+    @cached_property
+    def _in_order(self) -> list[Place]:
+        return sorted(self.places(), key=lambda found: found.place.start)
 
 
 class Buckets:

@@ -14,6 +14,25 @@ class Ledger:
     is the exchange and the outer step without `waiting_s`, the time until the slowest worker
     arrived. Each worker learns how long it waited one sync later, from figures that travel in the
     next payload. Of an overlapped sync, only what the steps did not hide counts.
+
+    Attributes:
+        gradient_steps: gradient steps, those of the warm-up included.
+        warmup_steps: those of them that were plain DDP.
+        mixing_steps: steps without data.
+        syncs: exchanges, one per sync of a fragment and one per step of the warm-up.
+        messages: messages handed to the transport.
+        bytes_sent: bytes handed to the transport, headers included.
+        bytes_on_the_wire: what the collectives make of them.
+        gradient_s, mixing_s, sync_s, waiting_s: seconds, as above.
+        beta_min, beta_max: the range of the mixing weights so far.
+        distance: of the local model to the anchor, at the last sync.
+        interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
+        history: one entry per sync.
+
+    Example:
+        >>> import palsgd
+        >>> palsgd.Ledger(gradient_steps=9, mixing_steps=1).realised_p
+        0.1
     """
 
     gradient_steps: int = 0

@@ -16,6 +16,26 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
     steps were mixing steps, so none waits for a sync that another will not reach. If `steps`
     cuts a round short, that round is synced at the end. The epoch that samplers are told goes
     on after a resume; the place within it is the loader's to restore.
+
+    Args:
+        loader: the batches of this worker; it is iterated again when it ends.
+        opt: a palsgd optimizer, which the loop steps once for each batch.
+        steps: the clock at which training ends, steps without data included.
+
+    Raises:
+        ValueError: `steps` is no whole number >= 0, or a pass over the loader gave no batch.
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.LocalSGD(model, inner, sync_every=4, transport=palsgd.Alone())
+        >>> for batch in palsgd.until([torch.ones(1, 2)], opt, steps=6):
+        ...     model(batch).sum().backward()
+        ...     opt.step()
+        ...     opt.zero_grad()
+        >>> opt.clock, opt.synced
+        (6, True)
     """
     steps, worker = check_int("steps", steps), opt._worker
     opt.run_until(steps)

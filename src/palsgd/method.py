@@ -22,7 +22,17 @@ Rates = Sequence[Rate]  # one for each parameter group
 
 
 class Scalar(NamedTuple):
-    """An entry of `local_state` or `global_state` that is a number, not tensors like the model."""
+    """An entry of `local_state` or `global_state` that is a number, not tensors like the model.
+
+    Args:
+        name: the attribute of `w` that has it; rules set it by assigning to that.
+        initial: its value before the first round.
+
+    Example:
+        >>> import palsgd
+        >>> palsgd.Scalar("agreement", 1.0)
+        Scalar(name='agreement', initial=1.0)
+    """
 
     name: str
     initial: float = 0.0
@@ -30,7 +40,22 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What all workers know alike when a round begins."""
+    """What all workers know alike when a round begins.
+
+    Attributes:
+        sync_every: H as given to the constructor, or as chosen by an interval rule.
+        workers: how many there are.
+        seed, draws: of the steps without data.
+        stops: offsets within the round at which workers meet.
+        rates: the learning rates of the parameter groups.
+        initial_rates: each group's `initial_lr`, or its learning rate when it was built.
+        scalars: the reduced scalars of the last sync's payload.
+
+    Example:
+        >>> import palsgd
+        >>> palsgd.Method().length(0, palsgd.Facts(sync_every=64))
+        64
+    """
 
     sync_every: int  # as given to the constructor, or chosen by an interval rule
     workers: int = 1
@@ -44,7 +69,20 @@ class Facts:
 
 @dataclass(frozen=True)
 class Part:
-    """One list of tensors that travels at a sync, shaped like the model."""
+    """One list of tensors that travels at a sync, shaped like the model.
+
+    Args:
+        name: what `reduced[name]` is asked for by.
+        tensors: one for each tensor of `w.local`; None: the displacement, anchor minus local model.
+        reduction: "mean", "weighted" (by `Payload.weight`) or "gather" (all workers' values).
+        coded: may `compress` apply to it?
+        every: it travels with every so many rounds.
+
+    Example:
+        >>> import palsgd
+        >>> palsgd.Part("model", reduction="gather").coded
+        True
+    """
 
     name: str
     tensors: Sequence[Tensor] | None = None  # None: the displacement, anchor minus local model
@@ -55,7 +93,18 @@ class Part:
 
 @dataclass(frozen=True)
 class Payload:
-    """What a worker sends at a sync. Scalars are reduced to their mean."""
+    """What a worker sends at a sync.
+
+    Args:
+        parts: the lists of tensors that travel; by default the displacement, as "model".
+        scalars: numbers by name; they travel exactly and are reduced to their mean.
+        weight: that of this worker, in parts whose reduction is "weighted".
+
+    Example:
+        >>> import palsgd
+        >>> palsgd.Payload(scalars={"steps": 3}).parts[0].name
+        'model'
+    """
 
     parts: tuple[Part, ...] = (Part("model"),)
     scalars: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +144,9 @@ class Method:
 
     local_state: ClassVar[tuple[str | Scalar, ...]] = ()  # each worker's own; saved and resumed
     global_state: ClassVar[tuple[str | Scalar, ...]] = ()  # equal on all workers; saved, compared
+    only_when_mixing: ClassVar[bool] = (
+        False  # after_gradient is called only with steps of that kind
+    )
     refuses: ClassVar[Mapping[str, str]] = {}  # option of the optimizer -> why it means nothing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -185,6 +237,10 @@ class Method:
     def overrides(self, slot: str) -> bool:
         """Does this method state something of its own there?"""
         return getattr(type(self), slot) is not getattr(Method, slot)
+
+    def acts_after_gradient(self, mixing: Sequence[Any]) -> bool:
+        """Must `after_gradient` be called, with these steps without data?"""
+        return self.overrides("after_gradient") and (bool(mixing) or not self.only_when_mixing)
 
     @property
     def shares_anchor(self) -> bool:

@@ -133,6 +133,9 @@ class DDP(LocalOptimizer):
         model: the module that is trained, as the loop calls it.
         inner: the torch optimizer of each worker, or a list of them.
 
+    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `compress`, `delay` and `fragments`
+    are refused.
+
     Example:
         >>> import torch, palsgd
         >>> model = torch.nn.Linear(2, 1)

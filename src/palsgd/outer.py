@@ -9,7 +9,20 @@ OuterFactory = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
 def nesterov(lr: float = 0.2, momentum: float = 0.9) -> OuterFactory:
-    """SGD with Nesterov momentum, the outer optimizer of DiLoCo and PALSGD."""
+    """SGD with Nesterov momentum, the outer optimizer of DiLoCo and PALSGD.
+
+    Args:
+        lr: the outer learning rate.
+        momentum: the outer momentum.
+
+    Returns:
+        A function that makes the optimizer from the anchor's parameters, for `outer=`.
+
+    Example:
+        >>> import torch, palsgd
+        >>> palsgd.nesterov(lr=0.7)([torch.nn.Parameter(torch.zeros(2))]).defaults["lr"]
+        0.7
+    """
     return lambda params: torch.optim.SGD(
         params, lr=lr, momentum=momentum, nesterov=True, fused=True
     )

@@ -30,6 +30,7 @@ from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
 from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
+from palsgd.passes import can_divide, displaced, divided_step
 from palsgd.payload import wire_bytes
 from palsgd.tensors import Reduced, WorkerTensors
 from palsgd.transports.requests import Finish, Request, Start
@@ -129,7 +130,7 @@ class Syncer:
         # rules, a fragment has one bucket of any size.
         low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
-        self.whole = delayed or low or rules
+        self.rules, self.whole = rules, delayed or low or rules
 
     # -- the two halves ------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class Syncer:
         """Send and apply at once."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
-            for message, bucket in self._pack(pending):
+            for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
                 began = time.perf_counter()
                 sent = yield message
                 if arrival is None:
@@ -190,7 +191,9 @@ class Syncer:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def _pack(self, pending: PendingSync) -> Iterator[tuple[Message, Bucket | None]]:
+    def _pack(
+        self, pending: PendingSync, *, takes_sum: bool = False
+    ) -> Iterator[tuple[Message, Bucket | None]]:
         """The messages of a sync, each filled when it is asked for. The first has the tail."""
         self.replica.check_unchanged()
         at = pending.at
@@ -199,15 +202,19 @@ class Syncer:
         parts = due_parts(self.method, payload, at.round, w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
+            digest = None
             if bucket is not None:
-                squares += torch.linalg.vector_norm(values).square()
+                alone = not pending.messages and not self._parks(at.fragment)
+                found = displaced(bucket, self.anchor, self.replica.local(), with_digest=alone)
+                squares, digest = squares + found.squares, found.digest
             if not pending.messages:
-                report = self._report(pending, parts, squares)
+                report = self._report(pending, parts, squares, digest)
             if not pending.finite:  # some rank of this worker has seen inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
                 values.mul_(payload.weight)
             message = self._message(pending, part, values)
+            message.takes_sum = takes_sum
             if not pending.messages:
                 tail = self._tail(pending, payload, report)
                 message.values = self.memory.with_tail(values, tail)
@@ -223,14 +230,12 @@ class Syncer:
     def _values(
         self, at: Moment, parts: list[Part]
     ) -> Iterator[tuple[Part, Tensor, Bucket | None]]:
-        """The values of each message; of the displacement, with the bucket that holds them."""
+        """The values of each message; of the displacement, the bucket that is to hold them."""
         for part in parts:
             if part.tensors is not None:
                 yield part, flattened(part.tensors, self.memory.template), None
                 continue
-            local = self.replica.local()
             for bucket in self._buckets(at.fragment):
-                bucket.subtract(self.anchor.flat, self.anchor.views, local)
                 yield part, bucket.flat, bucket
 
     def _buckets(self, fragment: int) -> list[Bucket]:
@@ -240,6 +245,11 @@ class Syncer:
         """Does a fragment travel in several buckets, whose means wait in the local model?"""
         return not self.whole and len(self.anchor.ranges[fragment]) > self.memory.bucket_size
 
+    def _takes_sum(self, fragment: int) -> bool:
+        """Does the outer step divide the sum that comes back, which saves a pass over it?"""
+        alone = not self.rules and self.codec is None and not self._parks(fragment)
+        return alone and self.replica.device.type == "cpu" and can_divide(self.outer)
+
     def _message(self, pending: PendingSync, part: Part, values: Tensor) -> Message:
         if part.reduction == "gather" or self.method.overrides("weights"):
             return Message(values, gather=True)
@@ -248,7 +258,9 @@ class Syncer:
         number = len(pending.messages)
         return Message(values, 0, self.codec, self.residues.get((pending.at.fragment, number)))
 
-    def _report(self, pending: PendingSync, parts: list[Part], squares: Tensor) -> WorkerReport:
+    def _report(
+        self, pending: PendingSync, parts: list[Part], squares: Tensor, digest: int | None
+    ) -> WorkerReport:
         """This worker's part of the header. The norm of the displacement tells whether a model
         that travels in one message is finite; otherwise every tensor is looked at."""
         fragment = pending.at.fragment
@@ -256,8 +268,10 @@ class Syncer:
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
         own = [t for part in parts if part.tensors is not None for t in part.tensors]
         finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        if digest is None:
+            digest = self.anchor.digest(fragment)
         report = self.guard.report(
-            self.anchor.digest(fragment) + self.states.digest(fragment),
+            digest + self.states.digest(fragment),
             finite=finite and self.buffers.finite(),
             meter=self.meter,
             step_s=pending.at.step_s,
@@ -304,7 +318,7 @@ class Syncer:
             assert first.rows is not None
             tail = first.rows[:, -pending.tail :].mean(0)
         else:
-            tail = first.values[-pending.tail :].clone()
+            tail = first.values[-pending.tail :] / first.divisor
         verdict = self.guard.check(tail[:header], pending.where)
         self._book_waiting(verdict.reports)
         return Arrival(verdict, tail[header:])
@@ -322,6 +336,7 @@ class Syncer:
         """Workers that were left out sent zeros."""
         contributors = arrival.verdict.contributors
         if contributors < self.guard.workers and not message.gather:
+            message.divide()
             message.values.mul_(self.guard.workers / contributors)
 
     def _scalars(self, pending: PendingSync, arrival: Arrival) -> dict[str, float]:
@@ -365,7 +380,8 @@ class Syncer:
                 param.grad = mean
         w = self._tensors(at, lambda: self._pieces_as_sent(pending))
         try:
-            self.method.apply(w, Reduced(parts, scalars, contributors), self.outer)
+            with divided_step(self.outer, pending.messages[0].divisor):
+                self.method.apply(w, Reduced(parts, scalars, contributors), self.outer)
         finally:
             for param in params:
                 param.grad = None

@@ -224,7 +224,7 @@ class Worker:
         self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
-        if not self.method.overrides("after_gradient"):
+        if not self.method.acts_after_gradient(mixing):
             return
         w = self.syncer.view.whole(round=self.schedule.round_of(self.at.clock - 1))
         with torch.no_grad():

@@ -8,17 +8,14 @@ import torch
 
 import palsgd
 from support.core_access import method_states
+from support.pages import code_blocks, executed, section
 from support.places import ROOT
-from support.problems import batches, mse, train
+from support.problems import batches, linear, mse, train, vector
 
 
 def worked_example():
     """What the code of CONTRIBUTING.md leaves behind."""
-    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Add a method")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
-    found = {"__name__": "worked_example"}
-    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), found)
-    return found
+    return executed("CONTRIBUTING.md", *code_blocks(section("CONTRIBUTING.md", "Add a method")))
 
 
 def test_the_method_of_the_contributing_page_runs_and_does_what_it_says():
@@ -48,6 +45,22 @@ def test_the_state_of_the_contributing_pages_method_is_saved():
     again["opt"].load_state_dict(state)
     assert kept.abs().max() > 0
     torch.testing.assert_close(method_states(again["opt"])["trend"], kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_method_of_the_contributing_page_does_the_same_for_stacked_workers(dtype):
+    method = worked_example()["Persistence"](weight=0.2)
+    exact, stacked = (
+        palsgd.simulate(
+            workers=2, steps=20, model=lambda: linear(dtype), loss=mse, vectorize=vectorize,
+            data=lambda worker: batches(worker, dtype),
+            method=lambda model: palsgd.LocalOptimizer(
+                model, torch.optim.SGD(model.parameters(), lr=0.05), method=method, sync_every=4
+            ),
+        )
+        for vectorize in (False, True)
+    )  # fmt: skip
+    torch.testing.assert_close(vector(stacked.model), vector(exact.model), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

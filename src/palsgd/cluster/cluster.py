@@ -19,10 +19,35 @@ from palsgd.cluster.work import Work
 class Cluster:
     """Workers and links, as a model of time.
 
-        cluster = palsgd.Cluster(workers=8, step="50ms", rate="100mbit", latency="20ms")
-        cluster.project(Work(parameters=8_054_656, sync_every=64, mix_prob=0.1), steps=10_000)
-
     Times are seconds or text ("20ms"), rates bits per second or text ("1gbit", "25GB/s").
+
+    Args:
+        workers: how many there are.
+        step: the mean time of a gradient step.
+        rate: of a worker's link, each way; of a node's, where workers share one.
+        latency: of that link, one way.
+        spread: how the time of a step varies: "constant", "lognormal" or "heavy-tail" (Pareto).
+        cv: of a lognormal spread, the standard deviation over the mean.
+        tail: of a heavy-tail spread, the index, above 1.
+        straggler: the last worker is so many times as slow.
+        per_node: workers that share a node and its link.
+        node_rate, node_latency: of the links between the workers of a node.
+        all_reduce: "ring", "tree", "two-level", "gloo" (its ring over TCP) or "auto", the cheapest
+            of the first three.
+        overlap: the last part of a step behind which DDP hides its all-reduces; by default the
+            backward pass, two thirds of its arithmetic.
+        sync: what a worker does by itself at a sync: outer step, copies.
+        mix: the time of a mixing step.
+
+    Raises:
+        ValueError: a value is out of its range or cannot be read; the message says how to write it.
+
+    Example:
+        >>> from palsgd.cluster import Cluster, Work
+        >>> cluster = Cluster(workers=8, step="50ms", rate="100mbit", latency="20ms")
+        >>> run = cluster.project(Work(parameters=1_000_000, sync_every=64), steps=640)
+        >>> round(run.compute_s, 6)
+        32.0
     """
 
     def __init__(
@@ -44,15 +69,6 @@ class Cluster:
         sync: float | str = 0.0,
         mix: float | str = 0.0,
     ):
-        """`step` is the mean time of a gradient step; its `spread` "constant", "lognormal" (with
-        `cv`, the deviation over the mean) or "heavy-tail" (Pareto with index `tail`); the last
-        worker is `straggler` times as slow. `rate` and one-way `latency` are those of a worker's
-        link, or of a node's where `per_node` workers share one and have `node_rate` and
-        `node_latency` between them. `all_reduce` is "ring", "tree", "two-level", "gloo" (its ring
-        over TCP) or "auto", the cheapest of the first three. DDP hides its all-reduces behind the
-        last `overlap` of a step: by default the backward pass, two thirds of its arithmetic.
-        `sync` is what a worker does by itself at a sync (outer step, copies), `mix` a mixing step.
-        """
         self.workers = check_int("workers", workers, least=1)
         self.step = units.seconds("step", step)
         self.rate = units.rate("rate", rate)

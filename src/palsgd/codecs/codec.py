@@ -16,6 +16,22 @@ class Codec(ABC):
     What a code loses is kept as a residue and added to the next message. A codec that loses much
     of each value (top-k, signs) makes runs diverge unless it is `gathered` and its residue decays:
     while a loss waits to be sent, every round adds it again, and then all of it is sent at once.
+
+    Attributes:
+        name: what settings and states call it; by default the class's name in lower case.
+        gathered: False: a mean in two coded steps. True: a message is coded once, and every worker
+            gets every worker's codes.
+        decay: the factor on the residue before it is added to the next message.
+
+    Example:
+        >>> import torch, palsgd
+        >>> class Half(palsgd.Codec):
+        ...     def encode(self, blocks):
+        ...         return blocks.clamp(-65504, 65504).half().view(torch.uint8)
+        ...     def decode(self, codes):
+        ...         return codes.clone().view(torch.half).float()
+        >>> Half().name, Half().width, Half().ratio
+        ('half', 512, 0.5)
     """
 
     name: str  # default: the class's name in lower case

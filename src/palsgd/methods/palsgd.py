@@ -25,6 +25,8 @@ class PALSGDMethod(Method):
     mix_prob: float  # p
     mix_rate: float  # eta
 
+    only_when_mixing = True
+
     def __post_init__(self) -> None:
         check_mix_prob(self.mix_prob)
         check_mix_rate(self.mix_rate)
@@ -51,8 +53,6 @@ class PALSGDMethod(Method):
     def after_gradient(
         self, w: WorkerTensors, rate: Rates | None, mixing: Sequence[Rates]
     ) -> tuple[Rate, Rate] | None:
-        if not mixing:
-            return None
         betas = [self.betas(step) for step in mixing]
         for group, steps in enumerate(zip(*betas, strict=True)):
             w.mix_group(group, collapsed(steps))

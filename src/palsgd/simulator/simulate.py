@@ -48,17 +48,50 @@ def simulate(
 ) -> Result:
     """Train with `workers` simulated workers until the clock shows `steps`.
 
-    `model()` builds the network (once, after `torch.manual_seed(seed)`; all workers start from
-    it), `loss(model, batch)` is a scalar, `data(worker)` that worker's batches, `method(model)`
-    a palsgd optimizer. In the exact engine worker k draws its random numbers (dropout) as a process
-    would after `torch.manual_seed(seed + k)`; the vectorized one draws others of the same kind.
-    `evaluate(model)` is called with the global model at every
-    `evaluate_every`-th exchange (or those whose clock `evaluate_every(clock)` picks) and at the
-    end; what it returns goes into the history. A progress bar shows on a terminal. With
-    `compile` the stacked program goes through torch.compile, which takes half a minute and then
-    saves a tenth to a half of each step on a GPU; None does so for long runs on one, a string is
-    torch.compile's mode ("reduce-overhead" for CUDA graphs). With a `cluster` the history says
-    as `time_s` when each exchange would be over there.
+    Args:
+        workers: how many there are.
+        steps: the clock at which training ends, steps without data included.
+        model: builds the network, once, after `torch.manual_seed(seed)`; all workers start from it.
+        loss: `loss(model, batch)` is a scalar.
+        data: `data(worker)` gives that worker's batches: an endless iterator, or a list or loader
+            that can start over.
+        method: `method(model)` gives a palsgd optimizer, for each worker.
+        vectorize: True: all workers as one stacked program; False: one after another, the
+            optimizers' own code; "auto": stacked where that is possible and pays.
+        device: where the model is moved; None: where `model()` puts it.
+        seed: of the model. In the exact engine worker k draws its random numbers (dropout) as a
+            process would after `torch.manual_seed(seed + k)`; the vectorized one draws others of
+            the same kind.
+        evaluate: `evaluate(model)` is called with the global model, and at the end; what it returns
+            goes into the history.
+        evaluate_every: at every so many exchanges, or at those whose clock this function picks.
+        progress: show a bar; None: on a terminal.
+        compile: have the stacked program go through torch.compile, which takes half a minute and
+            then saves a tenth to a half of each step on a GPU. None does so for long runs on one; a
+            string is torch.compile's mode ("reduce-overhead" for CUDA graphs).
+        cluster: a `palsgd.Cluster`; the history then says as `time_s` when each exchange would be
+            over there.
+
+    Returns:
+        A result with `model` (the global one), `history` (an entry per exchange), `ledger`.
+
+    Raises:
+        ValueError: an argument is out of its range, data ran dry, or `vectorize=True` and the
+            model or the inner optimizer cannot be stacked; the message says why.
+        NonFiniteError: a loss or a model is inf or nan.
+
+    Example:
+        >>> import torch, palsgd
+        >>> result = palsgd.simulate(
+        ...     workers=2, steps=20, model=lambda: torch.nn.Linear(1, 1),
+        ...     loss=lambda model, batch: (model(batch) - 3).square().mean(),
+        ...     data=lambda worker: [torch.full((1, 1), 1.0 + worker)],
+        ...     method=lambda model: palsgd.LocalSGD(
+        ...         model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=5
+        ...     ),
+        ... )
+        >>> [entry["clock"] for entry in result.history]
+        [5, 10, 15, 20]
     """
     (result,) = simulate_many(
         [{}],
@@ -103,17 +136,34 @@ def simulate_many(
 ) -> list[Result]:
     """Simulate several runs that differ in `method`, `seed` or `data`; one result for each.
 
-        palsgd.simulate_many(
-            [{"method": m, "seed": s} for m in methods for s in (1, 2, 3)],
-            workers=8, steps=1000, model=build, loss=loss, data=shard,
-        )
-
     Runs with equal shapes (the same H, warm-up, fragments, delay and kind of inner optimizer;
     methods, learning rates, outer optimizers, codecs, seeds and data are free) share one stacked
-    program, `at_once` of them at a time, by default as many as fit into memory. What a run does not
-    say is taken from the other arguments, which are those of `simulate`. A run that ends early, by
-    a loss that is not finite or data that runs dry, has the reason as `error` in its result; the
-    others go on.
+    program. A run that ends early, by a loss that is not finite or data that runs dry, has the
+    reason as `error` in its result; the others go on.
+
+    Args:
+        runs: for each run a mapping with `method`, `seed` or `data`; what it does not say is taken
+            from the arguments of that name.
+        at_once: runs that share a program at a time; None: as many as fit into memory.
+        workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
+            evaluate_every, progress, compile, cluster: as for `simulate`.
+
+    Raises:
+        ValueError: an argument is out of its range, or a run has an unknown key or lacks one.
+
+    Example:
+        >>> import torch, palsgd
+        >>> def method(model):
+        ...     inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     return palsgd.DiLoCo(model, inner, sync_every=5)
+        >>> results = palsgd.simulate_many(
+        ...     [{"seed": 1}, {"seed": 2}], workers=2, steps=10, method=method,
+        ...     model=lambda: torch.nn.Linear(1, 1),
+        ...     loss=lambda model, batch: (model(batch) - 3).square().mean(),
+        ...     data=lambda worker: [torch.full((1, 1), 1.0 + worker)],
+        ... )
+        >>> [result.history[-1]["clock"] for result in results]
+        [10, 10]
     """
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")

@@ -64,6 +64,8 @@ class StackedRules:
         everyone, each = list(slots), list(slots.values())
         for places in _by_length([len(slot.mixing) for slot in each]).values():
             chosen = [each[i] for i in places]
+            if not self._method.acts_after_gradient(chosen[0].mixing):
+                continue
             self._after_gradient(
                 [everyone[i] for i in places],
                 rates_at([slot.tick for slot in chosen], rates),

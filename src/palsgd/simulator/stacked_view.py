@@ -100,6 +100,8 @@ class StackedView:
             name: torch.full((self.workers,), value, dtype=torch.float64)
             for name, value in self.states.local_scalars.items()
         }
+        dtype = self.anchor.flat.dtype
+        self._one_dtype = all(p.dtype == dtype for p in self.replica.params)
         groups = self.replica.groups
         self._group_of = [
             next(g for g, members in enumerate(groups) if i in members)
@@ -151,7 +153,11 @@ class StackedView:
                 continue
             # Rows of the same shape as the anchor share one kernel, and need no copies.
             local = [stacked[i][k] for i in members for k in rows]
-            mix_(local, [self.anchor.views[i] for i in members for _ in rows], each)
+            anchors = [self.anchor.views[i] for i in members for _ in rows]
+            if self._one_dtype:  # no look at each of many small tensors
+                torch._foreach_lerp_(local, anchors, each)
+            else:
+                mix_(local, anchors, each)
 
     def with_gradients(
         self, chosen: Selection, grads: Callable[[], list[Tensor]], **known: Any

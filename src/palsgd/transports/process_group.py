@@ -34,7 +34,9 @@ class ProcessGroupTransport(Transport):
             dist.all_reduce(values, dist.ReduceOp.AVG, group=self._group)
         else:
             dist.all_reduce(values, group=self._group)
-            values.div_(self.workers)
+            message.divisor = self.workers
+            if not message.takes_sum:
+                message.divide()
 
     def scatter(self, rows: Tensor) -> Tensor:
         received = torch.empty_like(rows)

@@ -8,7 +8,16 @@ from palsgd.transports.transport import Message, Transport
 
 
 class Alone(Transport):
-    """A single worker has nobody to exchange with, and needs no process group."""
+    """A single worker has nobody to exchange with, and needs no process group.
+
+    Example:
+        >>> import torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
+        >>> opt.transport.workers
+        1
+    """
 
     def mean(self, message: Message) -> int:
         return 0

@@ -33,7 +33,14 @@ class Message:
 
     With a `codec` the mean is that of coded values (see palsgd.codecs), but for the last `exact`
     of them. With `gather` the values stay, no codec is used, and all workers' are in `rows`; these
-    are to be read and not changed, as workers in one process share them.
+    are to be read and not changed, as workers in one process share them. `residue` is what earlier
+    messages left unsent. The exchange sets `left`, what this one leaves, and, where it was started
+    and finished later, `sent`, the bytes that this worker handed over.
+
+    Example:
+        >>> import torch, palsgd
+        >>> palsgd.Message(torch.ones(3)).handed_over(workers=2)
+        12
     """
 
     values: Tensor  # flat; replaced in place
@@ -44,7 +51,15 @@ class Message:
     gather: bool = False
     rows: Tensor | None = None  # (workers, len(values)) after a gather
     sent: int = 0  # set by an exchange that was started and is through: its bytes
+    takes_sum: bool = False  # may the exchange leave the sum of the values and set `divisor`?
     arrived_gathered: bool = False  # of a saved message, which has no codec any more
+    divisor: int = 1  # set by such an exchange: the mean is the values divided by it
+
+    def divide(self) -> None:
+        """Make a sum that was left the mean."""
+        if self.divisor != 1:
+            self.values.div_(self.divisor)
+            self.divisor = 1
 
     @property
     def gathered(self) -> bool:
@@ -64,6 +79,29 @@ class Message:
 
 
 class Transport(ABC):
+    """How one worker exchanges with the others. A subclass sets `worker` and `workers` and has
+    `mean`; the other methods have defaults, or refuse what they are needed for.
+
+    Attributes:
+        worker: which worker this is, from 0.
+        workers: how many there are.
+        rank_inside: which one this is of the ranks that together are this worker.
+        inside: the process group of those ranks, if several.
+
+    Example:
+        >>> import torch, palsgd
+        >>> class Counting(palsgd.Transport):
+        ...     "One worker, whose exchanges are counted."
+        ...     exchanges = 0
+        ...     def mean(self, message):
+        ...         self.exchanges += 1
+        >>> transport = Counting()
+        >>> transport.exchange(palsgd.Message(torch.ones(3)))
+        0
+        >>> transport.exchanges
+        1
+    """
+
     worker: int = 0  # which worker this is
     workers: int = 1  # how many there are
     rank_inside: int = 0  # which one this is of the ranks that together are this worker

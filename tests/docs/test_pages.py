@@ -1,0 +1,211 @@
+"""The other pages: their code runs, and their tables are those of the code."""
+
+import ast
+import dataclasses
+import inspect
+import os
+import re
+
+import pytest
+import torch
+
+import palsgd
+from palsgd import events, state
+from palsgd.tensors import RESERVED
+from support.pages import code_blocks, executed, page, pages, section
+from support.places import ROOT
+
+
+def parameters(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters())
+
+
+@pytest.fixture(scope="module")
+def extending():
+    return executed("docs/extending.md", *code_blocks(page("docs/extending.md")))
+
+
+# -- docs/extending.md ---------------------------------------------------------------------------
+
+
+def test_the_median_of_the_page_ignores_the_worker_that_is_far_away(extending):
+    found = extending["result"].model(torch.ones(1, 1)).item()
+    assert found == pytest.approx(2.0, abs=0.2)
+
+
+def test_the_listener_of_the_page_heard_of_every_sync(extending):
+    assert len(extending["distances"]) == 3
+    assert all(distance > 0 for distance in extending["distances"])
+    assert extending["opt"].clock == 6
+
+
+def test_the_transport_and_the_codec_of_the_page_are_taken(extending):
+    assert extending["Half"]().ratio == 0.5
+    assert extending["opt"].transport.seconds == 0.01
+    blocks = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    decoded = extending["Half"]().decode(extending["Half"]().encode(blocks))
+    torch.testing.assert_close(decoded, blocks, rtol=1e-3, atol=1e-6)
+
+
+def public(kind) -> set[str]:
+    """The names a subclass may override: those that the class itself has or declares."""
+    own = set(vars(kind)) | set(inspect.get_annotations(kind))
+    return {name for name in own if not name.startswith("_")}
+
+
+# What the library asks of a method, and no method has to write.
+ASKED = {"overrides", "shares_anchor", "varies_length", "settings", "refusals"}
+
+
+@pytest.mark.parametrize(
+    ("title", "kind", "left_out"),
+    [
+        ("Method", palsgd.Method, ASKED),
+        ("Codec", palsgd.Codec, set()),
+        ("Transport", palsgd.Transport, {"worker", "workers"}),
+    ],
+)
+def test_the_page_lists_every_member_of_a_contract_and_none_that_is_gone(title, kind, left_out):
+    table = re.split(r"\n\n(?=\|)", section("docs/extending.md", title))[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert listed == public(kind) - left_out
+
+
+FUNCTIONS = {"norm", "group", "mix_group"}
+COLUMNS = ("before_gradient", "after_gradient", "apply", "global_model")  # one slot of each
+
+
+def table_of_w() -> dict[str, set[str]]:
+    """For each column of the table, what it says `w` has there."""
+    text = section("docs/extending.md", "Method").split("### What `w` has")[1].split("\n### ")[0]
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| `")]
+    found: dict[str, set[str]] = {slot: set() for slot in COLUMNS}
+    for name, *cells in rows:
+        for slot, cell in zip(COLUMNS, cells, strict=True):
+            found[slot] |= set(re.findall(r"`(\w+)", name)) if cell.strip() else set()
+    return found
+
+
+class Looking(palsgd.Method):
+    """Notes what its slots find in `w`."""
+
+    def note(self, slot, w):
+        self.found[slot] = {name for name in RESERVED | FUNCTIONS if hasattr(w, name)}
+
+    def before_gradient(self, w):
+        self.note("before_gradient", w)
+
+    def after_gradient(self, w, rate, mixing):
+        self.note("after_gradient", w)
+
+    def apply(self, w, reduced, outer):
+        self.note("apply", w)
+        outer.step()
+
+    def global_model(self, w):
+        self.note("global_model", w)
+
+
+def test_rules_find_what_the_page_says_they_find():
+    Looking.found = {}
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = palsgd.LocalOptimizer(
+        model, inner, method=Looking(), sync_every=2, transport=palsgd.Alone()
+    )
+    for batch in palsgd.until([torch.ones(1, 2)], opt, steps=2):
+        model(batch).sum().backward()
+        opt.step()
+    with opt.anchor_weights():
+        pass
+    assert Looking.found == table_of_w()
+
+
+def test_the_page_lists_every_event_with_its_fields():
+    kinds = [k for k in vars(events).values() if isinstance(k, type)]
+    own = [k for k in kinds if issubclass(k, events.Event) and k is not events.Event]
+    common = {field.name for field in dataclasses.fields(events.Event)}
+    text = section("docs/extending.md", "Events")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*?) \|$", text, flags=re.MULTILINE))
+    assert set(rows) == {kind.__name__ for kind in own}
+    for kind in own:
+        fields = {field.name for field in dataclasses.fields(kind)} - common
+        assert set(re.findall(r"`(\w+)`", rows[kind.__name__])) == fields
+
+
+# -- docs/state.md -------------------------------------------------------------------------------
+
+PLACE = re.compile(r"(<!-- schema -->\n).*?(<!-- end of the schema -->)", re.DOTALL)
+
+
+def schema_table() -> str:
+    head = ["| field | whose | kind | what it holds |", "|---|---|---|---|"]
+    rows = [f"| `{f.name}` | {f.scope} | {f.kind} | {f.meaning} |" for f in state.SCHEMA]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def test_the_table_of_a_states_fields_is_that_of_the_schema():
+    """PALSGD_REWRITE_GOLDEN=1 writes it anew."""
+    path = ROOT / "docs" / "state.md"
+    wanted = PLACE.sub(lambda found: found[1] + schema_table() + found[2], path.read_text())
+    if os.environ.get("PALSGD_REWRITE_GOLDEN"):
+        path.write_text(wanted)
+    assert path.read_text() == wanted
+
+
+def test_the_run_that_the_page_resumes_ends_where_one_that_goes_on_does():
+    found = executed("docs/state.md", *code_blocks(page("docs/state.md")))
+    assert found["opt"].clock == 6
+    assert not found["opt"].synced
+    found["train"](found["model"], found["opt"], 12)
+    assert found["opt"].clock == found["resumed"].clock == 12
+    assert torch.equal(parameters(found["model"]), parameters(found["again"]))
+    assert found["kept"][1]["version"] == state.VERSION
+    assert f"now {state.VERSION}." in page("docs/state.md")
+
+
+# -- all pages -----------------------------------------------------------------------------------
+
+
+def test_the_methods_that_a_page_composes_are_built():
+    (code,) = code_blocks(section("docs/methods.md", "Several at once"))
+    found = executed("docs/methods.md", code)
+    assert str(found["opt"].method) == "PALSGD + SlowMo"
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_code_of_a_page_can_be_parsed_and_names_what_palsgd_has(path):
+    for code in code_blocks(path.read_text()):
+        tree = ast.parse(code.replace(", ...)", ")"))
+        for node in ast.walk(tree):
+            own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if own and node.value.id == "palsgd":
+                assert hasattr(palsgd, node.attr), f"palsgd has no {node.attr}"
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{target} is not there"
+
+
+# Words of release 0.1.0 and what they are called now. The changelog may name them.
+GONE = {
+    "roll call": "header",
+    "in flight": "pending",
+    "flight": "pending sync",
+    "lane": "stacked worker",
+    "outlook": "forecast",
+    "local_rule": "after_gradient",
+    "global_rule": "apply",
+    "after_exchange": "on",
+    "pseudo_async": "methods/palsgd.py",
+}
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_use_the_names_of_today(path):
+    text = path.read_text().lower()
+    assert [word for word in GONE if re.search(rf"\b{word}s?\b", text)] == []

@@ -1,0 +1,69 @@
+"""What help() says: examples run, and every parameter of what is public is explained."""
+
+import doctest
+import inspect
+import re
+
+import pytest
+
+import palsgd
+from palsgd import methods
+
+ERRORS = ("ConsensusError", "NonFiniteError", "SyncError")  # raised by palsgd, not made by users
+PUBLIC = sorted(set(palsgd.__all__) - set(ERRORS))
+EXPLAINED = [name for name in PUBLIC if not inspect.ismodule(getattr(palsgd, name))]
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(recurse=False)
+    return [found for found in finder.find(getattr(palsgd, name), name) if found.examples]
+
+
+def with_examples() -> list[str]:
+    return [*EXPLAINED, "events"]
+
+
+@pytest.mark.parametrize("name", with_examples())
+def test_the_example_of_a_docstring_runs_as_printed(name):
+    found = examples(name)
+    assert found, f"palsgd.{name} has no example"
+    for each in found:
+        each.globs = {}
+        said: list[str] = []
+        runner = doctest.DocTestRunner(verbose=False)
+        runner.run(each, out=said.append)
+        assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+def explained(doc: str) -> set[str]:
+    """The words of a docstring."""
+    return set(re.findall(r"\w+", doc))
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_every_parameter_of_a_public_name_is_in_its_docstring(name):
+    public = getattr(palsgd, name)
+    doc = inspect.getdoc(public)
+    assert doc, f"palsgd.{name} has no docstring"
+    text = doc.split("Example:")[0] + doc.partition("Options of every optimizer:")[2]
+    missing = set(inspect.signature(public).parameters) - explained(text)
+    assert not missing, f"palsgd.{name} does not explain {sorted(missing)}"
+
+
+@pytest.mark.parametrize("name", ["DDP", "DiLoCo", "LocalOptimizer", "LocalSGD", "PALSGD"])
+def test_an_optimizers_signature_has_its_options_by_name(name):
+    found = inspect.signature(getattr(palsgd, name)).parameters
+    assert {"compress", "max_norm", "on_nonfinite", "transport"} <= set(found)
+    assert not any(p.kind is p.VAR_KEYWORD for p in found.values())
+
+
+@pytest.mark.parametrize("title", dir(methods))
+def test_a_function_of_the_family_explains_its_settings_and_options(title):
+    doc = getattr(methods, title).__doc__
+    row = next(row for row in palsgd.registry.rows() if row.title == title)
+    assert {*row.settings(), "compress", "transport"} <= explained(doc)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_says_what_went_wrong(name):
+    assert vars(getattr(palsgd, name)).get("__doc__")
