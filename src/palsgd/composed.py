@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from palsgd.method import Facts, Method, Payload, Rate, Rates, Scalar
+from palsgd.method import Facts, Method, Part, Payload, Rate, Rates, Scalar
 from palsgd.tensors import Reduced, WorkerTensors, highest, lowest
 
 ONCE = ("plan", "length", "gradient_share", "apply", "restart", "weights", "global_model")
@@ -44,6 +44,20 @@ def _check_names(method: "Composed") -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two methods of {method} keep a state called {twice!r}; rename one")
+
+
+def _check_joined(
+    method: "Composed", parts: dict[str, Part], scalars: dict[str, Any], payload: Payload
+) -> None:
+    """Refuse names that two payloads share, but for the displacement, which is one for all."""
+    one = [p.name for p in payload.parts if p.name in parts and _different(p, parts[p.name])]
+    twice = next(iter([*one, *(name for name in payload.scalars if name in scalars)]), None)
+    if twice is not None:
+        raise ValueError(f"two methods of {method} send {twice!r}; rename one")
+
+
+def _different(part: Part, other: Part) -> bool:
+    return part.tensors is not None or other.tensors is not None or part != other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +130,12 @@ class Composed(Method):
 
     def payload(self, w: WorkerTensors) -> Payload:
         payloads = [m.payload(w) for m in self.methods if m.overrides("payload")] or [Payload()]
-        parts = {part.name: part for payload in payloads for part in payload.parts}
-        scalars = {k: v for payload in payloads for k, v in payload.scalars.items()}
+        parts: dict[str, Part] = {}
+        scalars: dict[str, Any] = {}
+        for payload in payloads:
+            _check_joined(self, parts, scalars, payload)
+            parts |= {part.name: part for part in payload.parts}
+            scalars |= payload.scalars
         weight: Any = 1.0
         for payload in payloads:
             weight = weight * payload.weight
