@@ -90,7 +90,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--commit", default="unknown", help="which commit that is")
     parser.add_argument("--part", nargs="+", choices=("step", "simulate"), default=["step"])
     parser.add_argument("--rows", nargs="+", choices=list(TIMED), default=list(TIMED))
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3, help="of bench/step.py")
+    parser.add_argument("--words", default="", help="more words for bench/simulate.py")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     add_record_options(parser)
     args = parser.parse_args()
@@ -114,7 +115,8 @@ def main() -> None:
         record["rows"] += step(args.other, args.turns, words)
         save(record, args.out)
     if "simulate" in args.part:
-        record["rows"] += simulate(args.other, [*device, "--part", *args.rows])
+        words = [*device, "--part", *args.rows, *args.words.split()]
+        record["rows"] += simulate(args.other, words)
     record["untimed"] = {"figures": len(record["rows"])}
     print(
         table(

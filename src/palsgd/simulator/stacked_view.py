@@ -146,6 +146,8 @@ class StackedView:
         """Pull workers towards the anchor, those of equal weight together."""
         stacked = self.own(self.stack.params)
         members = self.replica.groups[group]
+        if not members:  # all of them are frozen
+            return
         for each, rows in _by_weight(workers, weight).items():
             if len(rows) == self.workers:
                 local = [stacked[i] for i in members]

@@ -35,7 +35,9 @@ class Message:
     of them. With `gather` the values stay, no codec is used, and all workers' are in `rows`; these
     are to be read and not changed, as workers in one process share them. `residue` is what earlier
     messages left unsent. The exchange sets `left`, what this one leaves, and, where it was started
-    and finished later, `sent`, the bytes that this worker handed over.
+    and finished later, `sent`, the bytes that this worker handed over. Where `takes_sum`, it may
+    leave the sum of the values and set `divisor`, by which `divide` makes it the mean.
+    `arrived_gathered` is of a saved message, which has no codec any more.
 
     Example:
         >>> import torch, palsgd
