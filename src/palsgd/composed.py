@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from palsgd.method import Facts, Method, Payload, Rate, Rates, Scalar
+from palsgd.method import Facts, Method, Part, Payload, Rate, Rates, Scalar
 from palsgd.tensors import Reduced, WorkerTensors, highest, lowest
 
 ONCE = ("plan", "length", "gradient_share", "apply", "restart", "weights", "global_model")
@@ -21,6 +21,8 @@ def composed(method: Any) -> Method:
         return method
     if not isinstance(method, Sequence) or not all(isinstance(m, Method) for m in method):
         raise ValueError(f"method={method!r} must be a palsgd.Method, or a list of them")
+    if not method:
+        raise ValueError("method=[] has no rules; give palsgd.Method() for Local SGD")
     if len(method) == 1:
         return method[0]
     for slot in ONCE:
@@ -44,6 +46,20 @@ def _check_names(method: "Composed") -> None:
         raise ValueError(f"two methods of {method} keep a state called {twice!r}; rename one")
 
 
+def _check_joined(
+    method: "Composed", parts: dict[str, Part], scalars: dict[str, Any], payload: Payload
+) -> None:
+    """Refuse names that two payloads share, but for the displacement, which is one for all."""
+    one = [p.name for p in payload.parts if p.name in parts and _different(p, parts[p.name])]
+    twice = next(iter([*one, *(name for name in payload.scalars if name in scalars)]), None)
+    if twice is not None:
+        raise ValueError(f"two methods of {method} send {twice!r}; rename one")
+
+
+def _different(part: Part, other: Part) -> bool:
+    return part.tensors is not None or other.tensors is not None or part != other
+
+
 @dataclass(frozen=True, kw_only=True)
 class Composed(Method):
     methods: tuple[Method, ...]
@@ -58,10 +74,11 @@ class Composed(Method):
         return " + ".join(map(str, self.methods))
 
     def settings(self) -> dict[str, Any]:
+        titles = [str(method) for method in self.methods]
         return {
-            f"{method}.{name}": value
-            for method in self.methods
-            for name, value in method.settings().items()
+            f"{title}{titles[:place].count(title) + 1 if title in titles[:place] else ''}.{name}": v
+            for place, (title, method) in enumerate(zip(titles, self.methods, strict=True))
+            for name, v in method.settings().items()
         }
 
     @property
@@ -113,8 +130,12 @@ class Composed(Method):
 
     def payload(self, w: WorkerTensors) -> Payload:
         payloads = [m.payload(w) for m in self.methods if m.overrides("payload")] or [Payload()]
-        parts = {part.name: part for payload in payloads for part in payload.parts}
-        scalars = {k: v for payload in payloads for k, v in payload.scalars.items()}
+        parts: dict[str, Part] = {}
+        scalars: dict[str, Any] = {}
+        for payload in payloads:
+            _check_joined(self, parts, scalars, payload)
+            parts |= {part.name: part for part in payload.parts}
+            scalars |= payload.scalars
         weight: Any = 1.0
         for payload in payloads:
             weight = weight * payload.weight

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from palsgd.replica import Replica
 
@@ -78,6 +79,28 @@ class InnerStep:
     def tick(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
+    """Raise for what cannot be stepped with the clock, or would move other learning rates."""
+    if not hasattr(scheduler, "step"):
+        raise ValueError(
+            f"scheduler={scheduler!r} is no scheduler; give an LRScheduler or a function that "
+            "makes one from the optimizer"
+        )
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError(
+            f"scheduler={kind} needs a metric at every step, which the clock has not; leave it out "
+            "and call its step(metric) after your evaluations"
+        )
+    bound = getattr(scheduler, "optimizer", None)
+    own = {id(group) for group in inner.param_groups}
+    if bound is not None and not own & {id(group) for group in bound.param_groups}:
+        raise ValueError(
+            f"scheduler={kind} is bound to another {type(bound).__name__}, whose learning rates "
+            "are not those of inner; make it from the inner optimizer that is given here"
+        )
 
 
 @contextmanager

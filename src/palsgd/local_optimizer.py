@@ -20,7 +20,7 @@ from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer
+from palsgd.inner import ChainedOptimizer, check_scheduler
 from palsgd.ledger import Ledger
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options, documented
@@ -154,15 +154,13 @@ class LocalOptimizer(Optimizer):
         """Have `scheduler` stepped once per tick of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
             scheduler = scheduler(self)
-        if scheduler is not None and not hasattr(scheduler, "step"):
-            raise ValueError(
-                f"scheduler={scheduler!r} is no scheduler; give an LRScheduler or a function that "
-                "makes one from the optimizer"
-            )
         if scheduler is not None:
+            check_scheduler(scheduler, self.inner)
+        bound = getattr(scheduler, "optimizer", None)
+        if bound is not None:
             # A round may begin with steps without data, which tick the scheduler before the first
             # inner step; torch would take that for calls in the wrong order and warn.
-            scheduler.optimizer._opt_called = True  # type: ignore[union-attr]
+            bound._opt_called = True
         self._worker.inner.scheduler = scheduler
 
     # -- the training loop ---------------------------------------------------------------------

@@ -63,8 +63,9 @@ class MethodState:
 
     def digest(self, fragment: int | None) -> int:
         """Of what all workers must hold alike."""
-        kept = self.common.values()
-        return sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
+        kept, numbers = self.common.values(), list(self.common_scalars.values())
+        total = sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
+        return total + digest(torch.tensor(numbers, dtype=torch.float64)) if numbers else total
 
 
 def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:

@@ -2,13 +2,13 @@
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
 from palsgd.auto_interval import Auto, interval
-from palsgd.checks import check_choice, check_int
+from palsgd.checks import check_choice, check_int, check_number
 from palsgd.codecs import Codec, find_codec
 from palsgd.method import Method
 from palsgd.schedule import DRAWS
@@ -115,13 +115,16 @@ def checked_options(
         sync_every=auto,
     )
     _check_lag(first, auto, options.delay, options.fragments)
+    _check_names(method)
+    if not options.has_rounds:
+        _check_no_syncs(compress=codec, delay=options.delay, fragments=options.fragments)
     return options
 
 
 def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-            raise ValueError(f"{name}={value!r} must be a number > 0")
+        if value is not None:
+            check_number(name, value, "a number > 0", low=0.0)
 
 
 def _check_refusals(method: Method, **options: Any) -> None:
@@ -149,6 +152,29 @@ def _check_lag(sync_every: int, auto: Auto | None, delay: int, fragments: int) -
             f"delay={delay} is longer than the {most // fragments} steps until the next sync "
             f"begins ({name}={most}, fragments={fragments}); use delay <= {most // fragments}"
         )
+
+
+def _check_names(method: Method) -> None:
+    """Refuse a method's setting that has the name of one of the optimizer's: the two would be
+    compared between workers, and with saved states, as one."""
+    taken = {f.name for f in fields(Options)} | {"compress", "inner", "outer"}
+    clash = next((name for name in method.settings() if name in taken), None)
+    if clash is not None:
+        raise ValueError(
+            f"{method} has a setting {clash!r}, which is the optimizer's own; rename it, or read "
+            "the optimizer's from `facts`"
+        )
+
+
+def _check_no_syncs(**options: Any) -> None:
+    """Refuse options of syncs where the warm-up never ends."""
+    nothing = {"compress": None, "delay": 0, "fragments": 1}
+    for name, value in options.items():
+        if value != nothing[name]:
+            raise ValueError(
+                f"{name}={getattr(value, 'name', value)!r} is about syncs, and a warm-up that "
+                "never ends has none; leave it out, or give a number of warmup_steps"
+            )
 
 
 Kind = TypeVar("Kind", bound=type[Optimizer])

@@ -56,7 +56,7 @@ def save_state(of: Parts) -> dict[str, Any]:
 
 
 def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
-    if "version" not in state:
+    if "version" not in state and "counts" in state:
         worker = of.worker
         state = converted(
             state,
@@ -65,9 +65,28 @@ def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
             sync_every=worker.facts.sync_every,
             groups=len(worker.inner.optimizer.param_groups),
         )
+    _check_schema(state)
     for field in SCHEMA:
         field.load(of, state[field.name], strict)
     of.worker.resumed()
+
+
+def _check_schema(state: dict[str, Any]) -> None:
+    """Raise for what is no state of this release, before anything is changed."""
+    if "version" not in state:
+        raise ValueError(
+            f"the state has the fields {', '.join(map(str, state)) or 'of nothing'}, which are not "
+            "those of a palsgd optimizer; give what its state_dict() returned, or load a plain "
+            "optimizer's into opt.inner"
+        )
+    if state["version"] != VERSION:
+        raise ValueError(
+            f"the state has version {state['version']}, and this release reads version {VERSION}; "
+            "load it with the release that saved it"
+        )
+    missing = [field.name for field in SCHEMA if field.name not in state]
+    if missing:
+        raise ValueError(f"the state lacks {', '.join(missing)}; give all of what was saved")
 
 
 # -- settings ----------------------------------------------------------------------------------
@@ -365,11 +384,16 @@ def _load_ledger(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     of.worker.ledger.load(saved)
 
 
-# In the order in which they are loaded: settings are compared before anything changes.
+# In the order in which they are loaded: settings are compared before anything changes, and torch
+# compares the parameters when it loads the inner optimizer.
 SCHEMA = (
     Field(
         "config", "global", "settings", "the settings that must agree",
         lambda of: dict(of.config), _check_config,
+    ),
+    Field(
+        "inner", "worker", "optimizer", "the inner optimizer",
+        lambda of: of.worker.inner.optimizer.state_dict(), _load_inner,
     ),
     Field(
         "progress", "worker", "numbers", "counts and rounds",
@@ -378,10 +402,6 @@ SCHEMA = (
     Field(
         "clock", "worker", "number", "steps so far",
         lambda of: of.worker.at.clock, _load_clock,
-    ),
-    Field(
-        "inner", "worker", "optimizer", "the inner optimizer",
-        lambda of: of.worker.inner.optimizer.state_dict(), _load_inner,
     ),
     Field(
         "anchor", "global", "model", "the global model; None in the warm-up",

@@ -490,7 +490,7 @@ class Worker:
         """Buffers that were just recomputed become the global model's."""
         buffers, workers = self.warmup.buffers, self.facts.workers
         values = buffers.encode(self.number, self.warmup.template)
-        yield Message(values)
+        self._count_message((yield Message(values)))
         buffers.decode(values, workers, workers)
 
     # -- for an engine that takes the gradient steps of many workers itself --------------------

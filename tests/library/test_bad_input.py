@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
+from palsgd.methods.fedprox import FedProxMethod
 from support.patience import patient
-from support.problems import batches, mse
+from support.problems import batches, mse, train
+from support.stepping import sgd
 
 GOOD = dict(sync_every=4, mix_prob=0.25, mix_rate=2.0)
 
@@ -348,3 +351,72 @@ def test_of_three_ranks_the_odd_one_is_named(world, odd):
     for got in world.outcomes(mismatched, workers=3, timeout=8, name="sync_every", odd=odd):
         assert got.error == "ValueError", got.trace
         check_message(got.message, f"rank {odd} has 5", "rank 0 has 4")
+
+
+class Idle:
+    """A schedule that is not torch's, of something else than an optimizer."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
+def test_a_schedule_of_ones_own_needs_no_optimizer():
+    schedule = Idle()
+    model = linear()
+    opt = palsgd.LocalSGD(
+        model, sgd(model), sync_every=2, transport=palsgd.Alone(), scheduler=schedule
+    )
+    train(model, opt, batches(0), 6)
+    assert schedule.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau needs a metric"),
+        (
+            lambda _: torch.optim.lr_scheduler.StepLR(sgd(linear()), 1),
+            "StepLR is bound to another SGD, whose learning rates are not those of inner",
+        ),
+    ],
+)
+def test_a_schedule_that_the_clock_cannot_step_is_refused(scheduler, message):
+    model = linear()
+    with pytest.raises(ValueError, match=message):
+        palsgd.LocalSGD(
+            model, sgd(model), sync_every=2, transport=palsgd.Alone(), scheduler=scheduler
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSeed(palsgd.Method):
+    seed: int = 5
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        (OwnSeed(), {}, "OwnSeed has a setting 'seed', which is the optimizer's own"),
+        ([], {}, r"method=\[\] has no rules"),
+        (palsgd.Method(), dict(warmup_steps=math.inf, delay=1), "delay=1 is about syncs"),
+        (palsgd.Method(), dict(warmup_steps=math.inf, compress="int8"), "compress='int8' is about"),
+        (palsgd.Method(), dict(max_norm=True), "max_norm=True must be a number > 0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(method, settings, message):
+    model = linear()
+    with pytest.raises(ValueError, match=message):
+        palsgd.LocalOptimizer(
+            model, sgd(model), method, sync_every=4, transport=palsgd.Alone(), **settings
+        )
+
+
+def test_two_methods_of_one_kind_both_have_their_settings_compared():
+    model = linear()
+    two = [FedProxMethod(mu=0.1), FedProxMethod(mu=0.2)]
+    opt = palsgd.LocalOptimizer(model, sgd(model), two, sync_every=4, transport=palsgd.Alone())
+    assert opt.config["FedProx.mu"] == 0.1
+    assert opt.config["FedProx2.mu"] == 0.2

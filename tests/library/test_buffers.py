@@ -452,3 +452,17 @@ def test_a_buffer_that_its_module_reassigns_is_averaged_too(world):
     first, second = world.run(reassigning_job, workers=2)
     np.testing.assert_array_equal(first, second)
     assert np.abs(first).max() > 0
+
+
+def counted_recompute_job():
+    model = net(dtype=torch.float64)
+    opt = palsgd.LocalSGD(model, sgd(model), sync_every=4, buffers="recompute")
+    train(model, opt, batches(), 4)
+    before = opt.ledger.messages, opt.ledger.bytes_sent
+    opt.recompute_buffers([x for x, _ in batches()])
+    return opt.ledger.messages - before[0], opt.ledger.bytes_sent - before[1]
+
+
+def test_the_message_of_recomputed_buffers_is_in_the_ledger(world):
+    # two statistics of 7 channels, and a count of 64 bits in four pieces
+    assert world.run(counted_recompute_job, workers=2) == [(1, 8 * (2 * 7 + 4))] * 2

@@ -553,3 +553,34 @@ def test_the_epoch_that_samplers_are_told_goes_on_after_a_resume():
     second = Shuffler(batches(0))
     train(again, resumed, second, 16)
     assert second.told == [2]
+
+
+def alone(model):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda state: {"state": {}, "param_groups": []}, "not those of a palsgd optimizer"),
+        (lambda state: state | {"version": 99}, "version 99, and this release reads version"),
+        (lambda state: {k: v for k, v in state.items() if k != "ledger"}, "lacks ledger"),
+    ],
+)
+def test_what_is_no_state_of_this_release_is_refused_and_changes_nothing(changed, message):
+    model, opt = alone(linear())
+    state = changed(copy.deepcopy(opt.state_dict()))
+    train(model, opt, batches(0), 4)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(state)
+    assert opt.clock == 4
+
+
+def test_the_state_of_another_model_is_refused_and_changes_nothing():
+    model, opt = alone(linear())
+    train(model, opt, batches(0), 4)
+    _, other = alone(mlp())
+    with pytest.raises(ValueError, match="parameter group"):
+        other.load_state_dict(opt.state_dict())
+    assert other.clock == 0

@@ -180,3 +180,40 @@ def test_a_payload_that_means_nothing_is_refused(parts, message):
     model, opt = alone(Sending())
     with pytest.raises(ValueError, match=message):
         train(model, opt, shard(0), 3)
+
+
+class OwnNumber(palsgd.Method):
+    """Breaks the promise that a global state is the same on all workers."""
+
+    global_state = (palsgd.Scalar("number"),)
+
+    def apply(self, w, reduced, outer):
+        outer.step()
+        w.number = w.worker
+
+
+@pytest.mark.parametrize(
+    ("vectorize", "error", "message"),
+    [
+        (False, palsgd.ConsensusError, "another global model than the rest"),
+        (True, ValueError, r"global state 'number' was given \[0, 1, 2\]"),
+    ],
+)
+def test_a_global_number_that_differs_between_workers_is_found(vectorize, error, message):
+    with pytest.raises(error, match=message):
+        simulated(OwnNumber(), vectorize=vectorize)
+
+
+class Pair(palsgd.Method):
+    def payload(self, w):
+        return palsgd.Payload((palsgd.Part("model"), palsgd.Part("pair", list(w.local))))
+
+
+class OtherPair(Pair):
+    pass
+
+
+def test_composed_methods_that_send_parts_of_one_name_are_refused():
+    model, opt = alone([Pair(), OtherPair()])
+    with pytest.raises(ValueError, match=r"Pair \+ OtherPair send 'pair'; rename one"):
+        train(model, opt, shard(0), 3)

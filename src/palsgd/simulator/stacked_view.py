@@ -199,7 +199,7 @@ class StackedView:
         for name, kept in self.local_scalars.items():
             kept[list(chosen.workers)] = torch.as_tensor(getattr(w, name), dtype=torch.float64)
         for name in self.states.common_scalars:
-            self.states.common_scalars[name] = float(getattr(w, name))
+            self.states.common_scalars[name] = _common_number(name, getattr(w, name))
 
     def reset_local(self, worker: int) -> None:
         """The local states of a worker begin anew."""
@@ -256,6 +256,15 @@ class StackedView:
         if found and all(id(x) in common for x in found):
             return float(sum(x.double().square().sum() for x in found).sqrt())  # type: ignore[union-attr]
         return squared_norms(found, workers).sqrt().cpu()
+
+
+def _common_number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() > 1:
+        raise ValueError(
+            f"the global state {name!r} was given {value.tolist()}, one number for each worker; "
+            "give a number that all workers have, or make it a local state"
+        )
+    return float(value)
 
 
 def _by_weight(workers: Sequence[int], weight: Rate) -> dict[float, Sequence[int]]:
