@@ -54,7 +54,14 @@ def public(kind) -> set[str]:
 
 
 # What the library asks of a method, and no method has to write.
-ASKED = {"acts_after_gradient", "overrides", "shares_anchor", "varies_length", "settings", "refusals"}
+ASKED = {
+    "acts_after_gradient",
+    "overrides",
+    "shares_anchor",
+    "varies_length",
+    "settings",
+    "refusals",
+}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from palsgd.buffers import persistent_buffers
 from palsgd.events import Averaged
 from palsgd.ledger import Ledger
+from palsgd.method import Method
 from palsgd.optimizer import LocalOptimizer
 from palsgd.payload import payload_size, wire_bytes
+from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.simulator.batches import Batches, DryError
 from palsgd.simulator.exact import built
@@ -22,6 +24,7 @@ from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacking_checks import LossModule, check_stackable
 from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
 from palsgd.transports.in_memory import SimulatedTransport
+from palsgd.worker import Worker
 
 
 class Rules(Protocol):
@@ -64,15 +67,10 @@ class Run:
         method: Callable[[nn.Module], LocalOptimizer],
         recorder: Recorder,
     ):
-        self.batches, self.recorder, self.workers = batches, recorder, len(batches)
+        self.batches, self.recorder = batches, recorder
         self.opts = self._built(model, method)
-        self.opt = self.opts[0]
-        self.worker, self.method = self.opt._worker, self.opt.method
-        self.replica = self.worker.inner.replica
         self.module = LossModule(model, loss)
-        self.apart = len(self.opts) > 1  # has each worker an optimizer of its own?
         self.shown = GlobalModel(self.opt) if self.apart else None
-        self.model = self.shown.model if self.shown else model
         ledgers = [opt.ledger for opt in self.opts]
         self.ledgers = ledgers + [Ledger() for _ in range(self.workers - len(ledgers))]
         self.error: Exception | None = None  # set when it ends early; the others go on
@@ -83,10 +81,6 @@ class Run:
         named: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         self.names = [named[p] for p in self.replica.params]
         self.buffers = self._named_buffers(model)
-        self.group_of = [
-            next(g for g, members in enumerate(self.replica.groups) if i in members)
-            for i in range(len(self.replica.params))
-        ]
         self.rules: Rules | None = None  # from the local phase on
         self._warmup_messages = payload_size(self.worker).warmup()
         self._planned: tuple[int, list[list[bool]]] = (-1, [])  # clock at which the round began
@@ -101,6 +95,46 @@ class Run:
         return [first] + [
             built(method, copy.deepcopy(model), SimulatedTransport(k, self.workers, settings))
             for k in range(1, self.workers)
+        ]
+
+    @property
+    def workers(self) -> int:
+        return len(self.batches)
+
+    @property
+    def opt(self) -> LocalOptimizer:
+        """The optimizer of all workers, or of the first."""
+        return self.opts[0]
+
+    @property
+    def apart(self) -> bool:
+        """Has each worker an optimizer of its own?"""
+        return len(self.opts) > 1
+
+    @property
+    def worker(self) -> Worker:
+        return self.opt._worker
+
+    @property
+    def method(self) -> Method:
+        return self.worker.method
+
+    @property
+    def replica(self) -> Replica:
+        return self.worker.inner.replica
+
+    @property
+    def model(self) -> nn.Module:
+        """The one that is made to hold the global model."""
+        return self.shown.model if self.shown else self.module.model
+
+    @property
+    def group_of(self) -> list[int]:
+        """The parameter group of each parameter."""
+        groups = self.replica.groups
+        return [
+            next(g for g, members in enumerate(groups) if i in members)
+            for i in range(len(self.replica.params))
         ]
 
     @property
