@@ -12,6 +12,7 @@ Where links cannot be emulated, --tiny has its two workers meet over loopback.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import statistics
@@ -175,9 +176,8 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
         workers=workers, step=step, sync=sync, rate=link.rate or "1000gbit",
         latency=link.delay_ms / 1e3, all_reduce="gloo", overlap=BACKWARD / (FORWARD + BACKWARD),
     )  # fmt: skip
-    work = Work.of(opt)
-    counts = Planned(opt.method, workers, work.stops)
-    machine = TimeSimulation(cluster, work, end=steps_of(job), counts=counts)
+    counts = Planned(opt.method, dataclasses.replace(opt.facts, workers=workers))
+    machine = TimeSimulation(cluster, Work.of(opt), end=steps_of(job), counts=counts)
     machine.run_until(steps_of(job))
     return list(zip(machine.projection.clocks, machine.projection.times, strict=True))
 

@@ -393,7 +393,7 @@ def test_bench_link_runs_all_methods_and_its_ledgers_agree_with_the_kernel(tmp_p
     assert ring["theory_s"] == pytest.approx(8 * ring["bytes"] / 10e6 + 2 * 2e-3)
     assert ring["seconds"] >= 2 * 2e-3
     assert list(found["methods"]) == list(summary(tmp_path / "x"))
-    assert list(found["methods"]) == ["ddp", "localsgd", "diloco", "palsgd"]
+    assert sorted(found["methods"]) == ["ddp", "diloco", "localsgd", "palsgd"]
     for name, record in found["methods"].items():
         assert 1.0 <= record["kernel_over_ring"] < 1.5, name
         assert record["bytes_sent"] == summary(tmp_path / "x")[name]["bytes_sent"]
