@@ -74,6 +74,7 @@ class Worker:
         self.at = Progress(fragments=schedule.fragments)
         self.at.rate_sums = [0.0] * len(inner.optimizer.param_groups)
         self._plan: tuple[int, list[bool]] = (-1, [])
+        self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
         self._plain_until = -1  # gradient steps that begin before this clock have nothing around
 
     @property
@@ -283,7 +284,7 @@ class Worker:
     def _to_next_due(self) -> int:
         """Steps until something is due."""
         clock, pending = self.at.clock, self._syncer and self._syncer.pending
-        found = self.schedule.next_due(clock)
+        _, found = self._asked()
         if pending and pending.at.due > clock:  # sent under another schedule
             found = min(found, pending.at.due)
         return found - clock
@@ -333,6 +334,14 @@ class Worker:
     def _at_end(self) -> bool:
         return self.at.clock == self.schedule.end
 
+    def _asked(self) -> tuple[list[Due], int]:
+        """What the schedule says is due now, and when something is due next. It is asked once for
+        each point of the clock, as one step looks several times."""
+        key = (self.schedule, self.at.clock)
+        if self._answer[0] is not key[0] or self._answer[1] != key[1]:
+            self._answer = (*key, self.schedule.due(key[1]), self.schedule.next_due(key[1]))
+        return self._answer[2:]
+
     def _due(self) -> list[Due]:
         """What belongs to this point of the clock and has not been done."""
         if not self.at.has_anchor:
@@ -343,7 +352,7 @@ class Worker:
             found.append(Due("apply", pending.at.fragment))
         return found + [
             due
-            for due in self.schedule.due(clock)
+            for due in self._asked()[0]
             if due.kind in ("send", "sync") and self.at.sent_at[due.fragment] < clock
         ]
 
