@@ -105,10 +105,12 @@ def provenance(device: str, *, tiny: bool) -> dict[str, Any]:
 @functools.cache  # at the start of a run: the record itself, once written, is a change as well
 def _code() -> dict[str, Any]:
     """The commit, and whether the tracked files differ from it. On a machine that has the files
-    without their history, BENCH_COMMIT says which commit they are of."""
+    without their history, or with an older one, BENCH_COMMIT says which commit they are of."""
+    if "BENCH_COMMIT" in os.environ:
+        return {"commit": os.environ["BENCH_COMMIT"], "dirty": None}
     commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "-uno")
     if commit is None:
-        return {"commit": os.environ.get("BENCH_COMMIT", "unknown"), "dirty": None}
+        return {"commit": "unknown", "dirty": None}
     return {"commit": commit, "dirty": bool(changes)}
 
 

@@ -100,7 +100,15 @@ it ({mixing['copy_gb_per_s'] / 1e3:.1f} TB/s)"
 
 
 def step_cpu() -> str:
-    found = [record(name) for name in ("step-epyc2", "step-xeon16")]
+    return _steps("step-epyc2", "step-xeon16")
+
+
+def step_2cores() -> str:
+    return _steps("step-2cores")
+
+
+def _steps(*names: str) -> str:
+    found = [record(name) for name in names]
     figures: list[tuple[str, Callable[[Record], str], str]] = [
         ("step() without a sync over the bare SGD step of an 8 x 8 Linear, CPU time",
          lambda each: ratio(each["idle"]["step_over_bare"]), ""),
@@ -133,6 +141,16 @@ def sync() -> str:
     from sync import markdown
 
     return markdown(record("sync-2cores")["rows"])
+
+
+def against() -> str:
+    names = ("step", "simulate", "cnn", "cnn-again")
+    rows = [
+        (row["figure"], ratio(row["ratio"], 3), f"{row['other']:.4g}", name)
+        for name in names
+        for row in record(f"against-{name}-h200")["rows"]
+    ]
+    return markdown(("figure", "this tree over 1bc0c88", "1bc0c88", "record"), rows)
 
 
 # -- bench/simulate.py, bench/workloads.py, bench/exogym.py, bench/quality.py ----------------------
@@ -278,7 +296,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "step-summary": step_summary,
     "step-gpu": step_gpu,
     "step-cpu": step_cpu,
+    "step-2cores": step_2cores,
     "sync": sync,
+    "against": against,
     "simulate-cnn": simulate_cnn,
     "simulate-gpt-neo": simulate_gpt_neo,
     "simulate-many": simulate_many,
