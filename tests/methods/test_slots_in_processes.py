@@ -1,5 +1,5 @@
-"""Slots that no method of the library uses have a small method each. In two real processes it trains
-to the bits of the exact engine, also when it is resumed in the middle of a round."""
+"""Slots that no method of the library uses have a small method each. In two real processes it
+trains to the bits of the exact engine, also when it is resumed in the middle of a round."""
 
 import io
 
