@@ -527,3 +527,17 @@ def test_importing_palsgd_brings_in_torch_and_numpy_only():
     assert {name for name in new if name not in sys.stdlib_module_names} == {"palsgd"}
     lab = {"sklearn", "torchvision", "typer", "rich", "matplotlib", "pandas", "transformers"}
     assert not lab & loaded
+
+
+def test_importing_palsgd_leaves_what_only_sharded_runs_and_checkpoints_need_unimported():
+    """They take seconds. All public names are asked for, as they are imported when first used."""
+    script = (
+        "import sys, palsgd\n"
+        "[getattr(palsgd, name) for name in palsgd.__all__]\n"
+        "late = ['tensor', 'fsdp', 'checkpoint']\n"
+        "print([name for name in late if f'torch.distributed.{name}' in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
