@@ -22,10 +22,10 @@ class WorkerReport:
     """One worker's part of the header."""
 
     digest: int  # 32 bits of its anchor
-    finite: bool  # is its local model?
-    seconds: float  # its last exchange took, waiting included
-    sync_s: float = 0.0  # its last sync took, that exchange included
-    step_s: float = 0.0  # a gradient step takes it
+    finite: bool  # is its local model finite?
+    seconds: float  # seconds of its last exchange, waiting included
+    sync_s: float = 0.0  # seconds of its last sync, that exchange included
+    step_s: float = 0.0  # seconds of one of its gradient steps
 
 
 class Header:
@@ -117,8 +117,8 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
 
 
 def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:
-    """The number of workers that take part in the mean. Unless `skip`, raise the same error on
-    every worker if some worker is not finite."""
+    """The number of workers that take part in the mean. Raise the same error on every worker if
+    some model is not finite, unless `skip` is set and some other model is finite."""
     broken = [worker for worker, line in enumerate(reports) if not line.finite]
     if broken and not (skip and len(broken) < len(reports)):
         raise NonFiniteError(
