@@ -1,4 +1,4 @@
-"""Seconds: all of a worker's go through here into its ledger."""
+"""Measures a worker's seconds and adds them to its ledger."""
 
 import time
 from collections.abc import Iterator

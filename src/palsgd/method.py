@@ -129,7 +129,7 @@ class Method:
     - `w.inner[name]`: the inner optimizer's tensors of that name;
     - `w.groups`: the indices of the tensors of each parameter group;
     - `w.gradient_steps` and `w.rate_sums`: the worker's steps, and the sums of their rates, since
-    these tensors' last sync;
+      these tensors' last sync;
     - `w.rates`: the learning rate of each tensor in the last step before the sync.
 
     Example:

@@ -19,9 +19,8 @@ OPTIONS = """
             `palsgd.nesterov(lr=0.2)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
         warmup_steps: steps of plain DDP before the first round.
         seed, draws: how the steps without data are drawn. "balanced": between two syncs all workers
-            take
-            equally many gradients; "independent": a coin per worker and step; "shared": one coin
-            for all.
+            take equally many gradients; "independent": a coin per worker and step; "shared": one
+            coin for all.
         buffers: "average", "local" or "recompute": normalization statistics at a sync.
         max_norm: clip the gradient to this norm inside `step()`, after any averaging.
         on_nonfinite: "raise", or "skip" to leave a worker whose model has inf or nan at a sync
