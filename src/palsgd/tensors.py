@@ -27,8 +27,7 @@ class WorkerTensors:
         anchor: the last global model, in full precision.
         grad: the gradients, in `before_gradient` only.
         groups: for each parameter group, the indices of its tensors.
-        inner: `inner[name]` is the list of the inner optimizer's tensors of that name; it may be
-        empty.
+        inner: `inner[name]` is the list of the inner optimizer's tensors of that name, or empty.
         gradient_steps: the number of gradient steps since these tensors' last sync. It exists at a
             sync only, and so do `rate_sums` and `rates`.
         rate_sums: for each tensor, the sum of the (divided) learning rates of those steps.
