@@ -12,10 +12,10 @@ Batch = TypeVar("Batch")
 def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterator[Batch]:
     """Batches from `loader`, epoch after epoch, until `opt.clock` shows `steps`.
 
-    Every worker stops at the same clock, whatever its loader's length and however many of its
-    steps were mixing steps, so none waits for a sync that another will not reach. If `steps`
-    cuts a round short, that round is synced at the end. After a resume the epoch that samplers are
-    given continues; the loader must restore the place within the epoch.
+    Every worker stops at the same clock, whatever its loader's length and however many of its steps
+    were mixing steps, so none waits for a sync that another will not reach. If `steps` cuts a round
+    short, that round is synced at the end. After a resume the epoch that samplers are given
+    continues; the loader must restore the place within the epoch.
 
     Args:
         loader: the batches of this worker; it is iterated again when it ends.

@@ -1,9 +1,9 @@
 """The contract of a method: everything that one low-communication method may state.
 
 A method is one file in `palsgd/methods`. It overrides the slots in which it differs from Local SGD;
-the defaults are Local SGD. Its rules work on lists of tensors, elementwise, so the same file
-runs for one worker, for K stacked workers (tensors with a leading worker axis) and on shards. A
-method never sees a message, a process or a device.
+the defaults are Local SGD. Its rules work on lists of tensors, elementwise, so the same file runs
+for one worker, for K stacked workers (tensors with a leading worker axis) and on shards. A method
+never sees a message, a process or a device.
 """
 
 import dataclasses

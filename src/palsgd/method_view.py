@@ -149,9 +149,9 @@ class InnerState:
         return self._found(name) is not None
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """One tensor per parameter; an empty list if the inner optimizer has none of that name.
-        A parameter without such a tensor has zeros in its place: it never had a gradient, or
-        belongs to an optimizer of another kind. Values written into these zeros are lost."""
+        """One tensor per parameter; an empty list if the inner optimizer has none of that name. A
+        parameter without such a tensor has zeros in its place: it never had a gradient, or belongs
+        to an optimizer of another kind. Values written into these zeros are lost."""
         found = self._found(name)
         if found is None:
             return []

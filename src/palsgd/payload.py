@@ -25,9 +25,8 @@ REPORT_WITH_COSTS = 6  # the same, while sync_every="auto" measures
 def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:
     """The bytes that a worker's link carries when the worker hands `sent` bytes to the transport.
 
-    A ring all-reduce sends every byte 2 (K - 1) / K times, and so do the two steps of a coded
-    mean. In a ring that gathers, a worker sends the message of every worker except its right
-    neighbour's.
+    A ring all-reduce sends every byte 2 (K - 1) / K times, and so do the two steps of a coded mean.
+    In a ring that gathers, a worker sends the message of every worker except its right neighbour's.
     """
     if gathered:
         return sent * (workers - 1)

@@ -25,7 +25,7 @@ class Cluster:
         workers: how many there are.
         step: the mean time of a gradient step.
         rate: the rate of a worker's link in each direction, or of a node's link if workers share
-        one.
+            one.
         latency: the latency of that link, one way.
         spread: how the time of a step varies: "constant", "lognormal" or "heavy-tail" (Pareto).
         cv: the standard deviation over the mean, for a lognormal spread.

@@ -45,8 +45,7 @@ def message_bytes(
     *, elements: int, exact: int, itemsize: int, codec: Codec | None, workers: int
 ) -> int:
     """The bytes that one worker hands over for a message of `elements` values of `itemsize` bytes,
-    the last
-    `exact` of which are not coded.
+    the last `exact` of which are not coded.
 
     The bytes of a mean are counted once, although they are sent in two steps. The bytes of a
     gathered message are those of this worker's own codes, which every other worker receives.

@@ -15,9 +15,8 @@ class TopK(Codec):
 
     The values are coded once and gathered, and the residue decays. A value is sent about once in
     1/share rounds. In each round between, a similar displacement is added to the residue again.
-    With
-    two coded steps a value would wait twice, and without decay the sum that is sent at last would
-    move the model much too far: runs diverge.
+    With two coded steps a value would wait twice, and without decay the sum that is sent at last
+    would move the model much too far: runs diverge.
     """
 
     gathered = True

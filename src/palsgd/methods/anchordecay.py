@@ -8,8 +8,7 @@ it to zero: outside of the inner optimizer, and in proportion to the learning ra
 lr_0 is the group's `initial_lr`, which schedulers set, or else its learning rate when the optimizer
 was built. It differs from FedProx in that an adaptive inner optimizer does not rescale the pull. It
 differs from PALSGD in that every step has a pull and no gradient step is replaced. The outer step
-is Nesterov with
-learning rate 0.7 and momentum 0.5 unless outer= is given.
+is Nesterov with learning rate 0.7 and momentum 0.5 unless outer= is given.
 
 It keeps no state. With `delay` and `fragments` the pull is to the present anchor. Compression and
 workers that are left out do not change the rule.

@@ -9,22 +9,21 @@ data:
     c_k <- c_k - c + (x - x_k) / S_k,  c <- mean_k c_k    at a sync, with x as it was
     x   <- x + lr mean_k (x_k - x)
 
-S_k is the sum of the learning rates of the gradient steps that the worker took since the last
-sync; without such a step c_k stays. The paper writes c <- c + mean_k (change of c_k), which is the
-same as long as c is the mean of the c_k. The form here sets c to that mean at every sync. Otherwise
-a worker that was left out once would make all later gradients wrong by a constant.
+S_k is the sum of the learning rates of the gradient steps that the worker took since the last sync;
+without such a step c_k stays. The paper writes c <- c + mean_k (change of c_k), which is the same
+as long as c is the mean of the c_k. The form here sets c to that mean at every sync. Otherwise a
+worker that was left out once would make all later gradients wrong by a constant.
 
 (x - x_k) / S_k is a mean gradient where the inner step is x_k <- x_k - lr g, so the inner optimizer
 must be SGD without momentum; weight decay is part of the gradient. A parameter should have a
 gradient in every step or in none, as S_k also counts the steps in which the parameter has none.
-Steps
-without data, if PALSGD is composed with it, shrink x - x_k and so the controls.
+Steps without data, if PALSGD is composed with it, shrink x - x_k and so the controls.
 
 The controls are a second part of every payload. They are sent in full precision also with
 `compress`, as an error in c would be in every gradient. The controls of each of the `fragments`
 change at that fragment's sync. `delay` is refused, as the steps between sending and applying would
-use the old controls. A worker that is left out
-starts again from c_k = c, that is without a correction, and c is the mean over the others.
+use the old controls. A worker that is left out starts again from c_k = c, that is without a
+correction, and c is the mean over the others.
 """
 
 from collections.abc import Mapping

@@ -8,8 +8,7 @@ The global step is heavy ball in units of the inner learning rate a:
 a is the learning rate of each tensor's group in the last step before the sync. At a constant rate
 this is an outer heavy ball with learning rate s and momentum b; under a schedule the term a u
 shrinks with a, while the momentum of an outer optimizer keeps the displacements of earlier, larger
-rates.
-Where a is 0, D / a has no value: then x <- x - s D, and u decays.
+rates. Where a is 0, D / a has no value: then x <- x - s D, and u decays.
 
 At a sync the momentum of an inner SGD (`momentum_buffer`) is zeroed, since u holds it already;
 Adam's moments are kept. Both are what the paper recommends.

@@ -45,8 +45,8 @@ def built(
 
 
 def check_own_step(opt: LocalOptimizer) -> None:
-    """Refuse an own `step`, or a scheduler that a training loop would step, as a simulation
-    does not call it."""
+    """Refuse an own `step`, or a scheduler that a training loop would step, as a simulation does
+    not call it."""
     if type(opt).step is not LocalOptimizer.step:
         raise ValueError(
             f"{type(opt).__name__} overrides step(), which a simulation does not call; write a "

@@ -14,8 +14,7 @@ class Result:
 
     clock, round, loss (mean over workers and gradient steps since the last entry), losses (per
     worker), distance (from each worker to the anchor, before the sync), worker 0's bytes_sent (as
-    if
-    sent), gradient_steps and syncs so far, seconds (of the simulation, evaluation excluded), and
+    if sent), gradient_steps and syncs so far, seconds (of the simulation, evaluation excluded), and
     metric (what `evaluate` said of the global model, where it was asked); with a cluster also
     time_s, the projected wall-clock time on it.
     """

@@ -158,8 +158,8 @@ class Transport(ABC):
         not 0."""
 
     def combine(self, values: Tensor) -> None:  # noqa: B027
-        """Sum a small integer tensor over the ranks of this worker, in place. A
-        worker of one rank has nothing to do."""
+        """Sum a small integer tensor over the ranks of this worker, in place. A worker of one rank
+        has nothing to do."""
 
     def sum_over_shards(self, values: Tensor) -> None:  # noqa: B027
         """Sum a small floating-point tensor, such as squared norms of shards, over the ranks of
@@ -208,9 +208,8 @@ def _digest(settings: dict[str, Any]) -> list[int]:
 
 def _digests_of_all(transport: Transport, mine: list[int]) -> list[tuple[int, ...]]:
     """Every worker fills its own row of a matrix of zeros, so the mean holds the digests of all
-    workers, divided by K. K times a float32 mean
-    over K workers is off by at most one part in 2^23, so rounding gives back any integer below
-    2^16 exactly."""
+    workers, divided by K. K times a float32 mean over K workers is off by at most one part in 2^23,
+    so rounding gives back any integer below 2^16 exactly."""
     lines = torch.zeros(transport.workers, len(mine))
     lines[transport.worker] = torch.tensor(mine, dtype=torch.float32)
     transport.mean(Message(lines.view(-1)))
