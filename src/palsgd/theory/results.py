@@ -75,7 +75,7 @@ class Results:
 def examine(
     context: StudyContext, at: Callable[[int, str], None] = lambda done, what: None
 ) -> Results:
-    """Everything, one part after another; `at(done, what)` hears which is next."""
+    """Run all studies and checks, one after another. `at(done, what)` is called before each."""
     studies = []
     for done, study in enumerate(STUDIES):
         at(done, study.__name__.replace("_", " "))

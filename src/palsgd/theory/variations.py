@@ -16,7 +16,7 @@ _END = 4.0  # mu alpha T
 
 @dataclass(frozen=True)
 class Regime:
-    """Noise alone, from x*; or the way to x* alone, without noise."""
+    """A start at x*, where all error is noise; or a start away from x* without noise."""
 
     label: str
     noise: bool
@@ -86,7 +86,7 @@ def _length(context: StudyContext) -> int:
 
 
 def _against(found: Measured, other: Measured) -> str:
-    """As a ratio with its confidence; both have independent errors."""
+    """The ratio of two means with its confidence interval; the means have independent errors."""
     if not (found.mean > 0 and other.mean > 0):
         return "cannot be compared with"
     ratio = found.mean / other.mean

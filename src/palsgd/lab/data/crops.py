@@ -1,4 +1,4 @@
-"""Random crops of images, and what becomes of them."""
+"""Random crops of images, and their resizing."""
 
 import math
 from collections.abc import Callable, Sequence

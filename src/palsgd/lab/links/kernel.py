@@ -117,7 +117,8 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _unless_gone(path: Path, words: str) -> str:
-    """Another process may be removing the same leftovers."""
+    """Run the command, and ignore its failure if `path` is gone, as another process may remove the
+    same namespaces."""
     try:
         return ip(words) if path.exists() else ""
     except RuntimeError:
