@@ -27,7 +27,7 @@ def default_names() -> tuple[str, ...]:
 
 
 def plain_local() -> Row:
-    """The default method that has rounds and no steps without data."""
+    """The default method whose outer step the recipe sets and that has no steps without data."""
     rows = (row for row in registry.rows() if row.default and takes_outer(row))
     return next(row for row in rows if not row.mixes)
 

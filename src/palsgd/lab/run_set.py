@@ -36,7 +36,7 @@ class Options:
 
 
 def check_folder(out: Path, options: Options) -> None:
-    """Refuse a folder that has runs, unless the options allow it."""
+    """Refuse a folder that is not empty, unless the options allow it."""
     used = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if used and not (options.force or options.resume):
         raise ValueError(
@@ -54,8 +54,8 @@ def check_method(settings: Settings) -> None:
 def run_all(
     runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Do the runs that are not finished, each in a folder of its name; then compare them all.
-    The records of the collection also have the `swept` fields."""
+    """Do the runs that are not finished, each in a folder of its name; then compare them all. The
+    records of the collection also have the `swept` fields."""
     for settings in runs.values():
         check_method(settings)
         if under_torchrun():
