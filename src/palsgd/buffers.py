@@ -10,7 +10,7 @@ from palsgd.checks import check_choice
 from palsgd.replica import unwrapped
 
 POLICIES = ("average", "local", "recompute")
-_PIECE = 1 << 16  # integers travel as 16-bit pieces: exact in a float32 mean of any worker count
+_PIECE = 1 << 16  # integers are sent as 16-bit pieces, which a float32 mean keeps exact
 
 
 class Buffers:

@@ -32,8 +32,8 @@ class Header:
     """A few numbers per worker. Each worker fills its own place and sends zeros in all other
     places, so the mean holds the numbers of all workers, divided by K.
 
-    The 32-bit digest travels as two 16-bit halves. K times a float32 mean over K workers is off
-    by at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
+    The 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
+    at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
     """
 
     def __init__(self, workers: int, *, with_costs: bool = False):

@@ -57,7 +57,7 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a DistributedSampler to shuffle anew."""
+    """Set the epoch of a DistributedSampler, so that it shuffles again."""
     for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         set_epoch = getattr(part, "set_epoch", None)
         if set_epoch is not None:

@@ -66,7 +66,7 @@ class MethodSize:
     parts: tuple[PartSize, ...] = (PartSize(displacement=True),)
     gathered: bool = False  # are all values gathered instead of averaged?
     scalars: int = 0
-    whole: bool = False  # must a fragment travel in one message?
+    whole: bool = False  # must a fragment be sent in one message?
 
     @classmethod
     def of(cls, method: Method) -> "MethodSize":
@@ -174,7 +174,7 @@ class PayloadSize:
             tensors=model.tensors,
             scalars=method.scalars,
             codec=codec,
-            displacement=False,  # it is among the parts, where it travels
+            displacement=False,  # if it is sent, it is among the parts
             gathered=method.gathered,
             parts=method.parts,
         )
@@ -274,7 +274,7 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
         scalars=scalar_count(payload),
         report=guard.header.size // guard.workers,
         codec=None if syncer is None else syncer.codec,
-        displacement=False,  # it is among the parts, where it travels
+        displacement=False,  # if it is sent, it is among the parts
         gathered=worker.method.overrides("weights"),
         parts=part_sizes(payload),
     )

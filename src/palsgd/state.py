@@ -1,4 +1,4 @@
-"""What an optimizer saves, so that training resumed mid-round goes on bit for bit.
+"""The saved state of an optimizer, from which training resumes bit for bit, also within a round.
 
 One table defines the state. For each field it has the name, the scope, the kind, and the functions
 that read the field from an optimizer and set it. Draws need no state, as plans are pure functions.

@@ -90,7 +90,8 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, *, workers: int) -> "Cluster":
-        """From "100mbit,20ms,step=50ms": rate and latency, then any other field by its name."""
+        """The cluster of a text such as "100mbit,20ms,step=50ms": rate and latency, then any other
+        field by its name."""
         given: dict[str, Any] = {"workers": workers}
         parts = [part.strip() for part in text.split(",")]
         for place, part in enumerate(parts):
@@ -106,7 +107,8 @@ class Cluster:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Cluster":
-        """From a mapping, as in a file; says which field is unknown or missing."""
+        """The cluster of a mapping, as in a file. The error for an unknown or missing field names
+        the field."""
         known = inspect.signature(cls).parameters
         for name in fields:
             check_choice("a field of the cluster", name, tuple(known))

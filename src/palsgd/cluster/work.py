@@ -27,7 +27,7 @@ class Work:
     compress: str | None = None
     delay: int = 0  # steps between the end of a round and the use of its mean
     fragments: int = 1
-    buffers: int = 0  # numbers that travel with the model
+    buffers: int = 0  # numbers that are sent with the model
     carries: MethodSize = field(default_factory=MethodSize)  # what the method sends at a sync
     gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
     bucket_mb: float = 25.0  # of DDP's all-reduces; torch's bucket_cap_mb

@@ -191,7 +191,7 @@ def figures(name: str, run: Record, links: list[Link]) -> Record:
 
 
 def tables(result: Record) -> list[Table | str]:
-    """For the terminal."""
+    """The tables and remarks that the terminal shows."""
     ring, workers = result["ring"], len(result["links"])
     size = formats.size(ring["bytes"])
     if result["projected"]:

@@ -104,7 +104,7 @@ class ToTarget:
 
 @dataclass(frozen=True)
 class Final:
-    """Where a group ended, over its finished runs."""
+    """The final values of a group, over its finished runs."""
 
     group: Group
     loss: float | None
@@ -201,7 +201,7 @@ def _column(runs: list[Run], key: str) -> list[float]:
 
 
 def _variance(values: list[float]) -> float | None:
-    """Of a sample: over n - 1."""
+    """The variance of a sample, with the divisor n - 1."""
     finite = all(math.isfinite(value) for value in values)
     return variance(values) if len(values) > 1 and finite else None
 

@@ -76,7 +76,7 @@ class Forecast:
 
     @property
     def rounds(self) -> int:
-        """With the last one, which may be cut short."""
+        """The number of rounds, including the last one, which may be cut short."""
         return self.schedule.round_of(self.steps - 1) + 1 if self.local else 0
 
     def steps_of(self, round: int) -> range:

@@ -16,7 +16,7 @@ def baseline() -> Row:
 
 
 def is_baseline(name: str) -> bool:
-    """Also of a name from a file that an earlier or later version wrote."""
+    """Is it the baseline? The name may come from a file that another version wrote."""
     return name in registry.names() and registry.row(name).baseline
 
 

@@ -28,7 +28,7 @@ from palsgd.worker import Worker
 
 
 class Rules(Protocol):
-    """How a run's method acts on the stacked workers of that run."""
+    """Applies a run's method to the stacked workers of that run."""
 
     def open_local_phase(self) -> None:
         """The model of the warm-up becomes the anchor."""

@@ -75,7 +75,7 @@ class StackedWorkers:
         return self.params[0].device
 
     def split(self) -> None:
-        """From here on each worker has weights and inner state of its own."""
+        """Give each worker weights and inner state of its own."""
         if self.shared:
             self.params = [x.repeat_interleave(self.workers, dim=0) for x in self.params]
             self.state = [

@@ -85,7 +85,7 @@ def as_it_is(program: Callable) -> Callable:
 
 
 def stacked_batch(batches: list[Any]) -> Any:
-    """One batch whose leaves have the worker axis. Moved to the device only then, in one go."""
+    """One batch whose leaves have the worker axis. It is moved to the device after stacking."""
     try:
         return pytree.tree_map(_stacked_leaf, *batches)
     except (RuntimeError, ValueError) as error:  # other shapes, or other keys

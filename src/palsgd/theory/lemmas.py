@@ -141,7 +141,8 @@ def lemma2(path: Trajectory, form: str, where: str, why: str = "") -> Check:
 
 
 def lemma3(path: Trajectory, form: str, where: str) -> Iterable[Check]:
-    """Its recursion with p^2/(2H), as stated, and with p/(2H), which its proof arrives at."""
+    """Checks the lemma's recursion with p^2/(2H), as stated, and with p/(2H), which its proof
+    shows."""
     s, problem = path.setting, path.problem
     H, p, squared = s.sync_every, s.mix_prob, s.lr**2
     constants = {"p^2/(2H), as stated": p**2 / (2 * H), "p/(2H), as the proof has it": p / (2 * H)}

@@ -37,7 +37,7 @@ class Results:
         return self.context.setting.outside(self.context.problem)
 
     def document(self) -> dict[str, Any]:
-        """For theory.json; docs/theory.md says what is what."""
+        """The contents of theory.json, whose fields docs/theory.md explains."""
         context, problem = self.context, self.context.problem
         return {
             "schema": 1,

@@ -97,7 +97,7 @@ class Study:
 
 
 def skipped(study: Study, steps: float) -> bool:
-    """Whether a study is too long to run; then it says so."""
+    """Is a study too long to run? If so, its text says so."""
     if steps <= MOST_STEPS:
         return False
     study.notes.append(
@@ -116,7 +116,7 @@ def say_outside(study: Study, settings: Sequence[Setting], problem: Problem) -> 
 
 
 def noiseless(study: Study, context: StudyContext) -> bool:
-    """Whether a study of noise has none; then it says so."""
+    """Is the problem of a study of noise without noise? If so, the study's text says so."""
     if context.problem.sigma > 0:
         return False
     study.notes.append("Not run: without noise (sigma = 0) this term is 0.")
@@ -124,14 +124,14 @@ def noiseless(study: Study, context: StudyContext) -> bool:
 
 
 def times(one: float, other: float) -> str:
-    """How many times the other, for people."""
+    """The ratio of the two numbers, in words."""
     if not other:
         return "infinitely many"
     return f"{one / other:,.0f}" if one >= 100 * other else f"{one / other:.3g}"
 
 
 def rounds_up(steps: float, sync_every: int) -> int:
-    """To whole rounds."""
+    """The number of steps, rounded up to whole rounds."""
     return math.ceil(steps / sync_every) * sync_every
 
 

@@ -62,7 +62,7 @@ def by_mix_prob(context: StudyContext) -> Study:
 
 
 def by_mix_rate(context: StudyContext) -> Study:
-    """From no mixing to beta = 1, which puts a worker back onto the anchor."""
+    """Varies eta from no mixing to beta = 1, which sets a worker's model to the anchor."""
     study = Study("mix-rate", "Away from the theorem: eta", "eta / (p / (2 H alpha))", log_x=False)
     steps, base = _length(context), context.setting
     times = [*(each for each in _TIMES_ETA if each < 2 * base.sync_every), 2.0 * base.sync_every]

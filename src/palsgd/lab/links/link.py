@@ -58,7 +58,7 @@ class Link:
 
 
 def _bits_per_second(rate: str) -> float:
-    """Of a rate that the kernel's shaper can hold."""
+    """The bits per second of a rate that the kernel's shaper supports."""
     try:
         value = units.rate("rate", rate)
     except ValueError:

@@ -84,7 +84,7 @@ def run_together(
 def run_on_loopback(
     command: Sequence[str], workers: int, *, timeout: float, echo: bool = False
 ) -> list[Finished]:
-    """Without any link: the same processes, all on this machine's own network."""
+    """Run the same processes without links, all on this machine's loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     interface = "lo0" if sys.platform == "darwin" else "lo"

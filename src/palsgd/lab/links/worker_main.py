@@ -31,7 +31,8 @@ _RING_S, _MOST_RINGS = 5.0, 9  # how long, and how often, the bare all-reduce is
 
 
 class WatchedTrainer(Trainer):
-    """Also counts the bytes this worker's interface sends while the clock of the run is going."""
+    """A trainer that also counts the bytes that this worker's interface sends during training
+    seconds."""
 
     kernel_bytes = 0
     _counted_from = 0
@@ -147,7 +148,7 @@ def _trained(
     )
     try:
         trainer.train()
-    except NonFiniteError as error:  # on all ranks alike, so they can go on together
+    except NonFiniteError as error:  # all ranks raise it, so all go on with the next run
         if dist.get_rank() == 0:
             folder.write_failure(error)
         return None

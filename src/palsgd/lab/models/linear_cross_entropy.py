@@ -140,7 +140,7 @@ _compiled = torch.compile(_plain)
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, share: Tensor, words: int
 ) -> tuple[Tensor, Tensor]:
-    """On a GPU the dozen passes over the logits are fused into two."""
+    """What `_plain` computes. On a GPU its dozen passes over the logits are fused into two."""
     global _compiled
     if not logits.is_cuda:
         return _plain(logits, targets, share, words)

@@ -101,7 +101,7 @@ class Published:
 
 
 def _bisect(short: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `short` turns false; `low` if it is false there."""
+    """The value at which `short` becomes false; `low` if it is false at `low`."""
     if not short(low):
         return low
     for _ in range(60):
