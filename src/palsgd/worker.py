@@ -340,8 +340,8 @@ class Worker:
         return self.at.clock == self.schedule.end
 
     def _asked(self) -> tuple[list[Due], int]:
-        """What the schedule says is due now, and when something is due next. It is asked once for
-        each point of the clock, as one step looks several times."""
+        """What is due at this clock, and the next clock at which something is due. The schedule is
+        asked once for each clock, as one step needs the answer several times."""
         key = (self.schedule, self.at.clock)
         if self._answer[0] is not key[0] or self._answer[1] != key[1]:
             self._answer = (*key, self.schedule.due(key[1]), self.schedule.next_due(key[1]))
