@@ -1,7 +1,7 @@
 """Data-parallel training over links too slow for an all-reduce at every step.
 
-The names of this package are imported when they are first used: the help texts of the command line
-live in it too and need no torch, which takes a second to import.
+A name of this package is imported when it is first used. The command line is in this package too:
+its help texts need no torch, and importing torch takes a second.
 """
 
 from importlib import import_module
@@ -55,7 +55,7 @@ __all__ = [
     "until",
 ]
 
-# Where each name is defined; a name that is not here is a module's.
+# The module that defines each name. A name that is not in this table is the name of a module.
 _MODULES = {
     "DDP": "optimizer",
     "PALSGD": "optimizer",
@@ -85,7 +85,7 @@ _MODULES = {
 }
 
 
-if not TYPE_CHECKING:  # else a misspelt name would be of type Any
+if not TYPE_CHECKING:  # mypy would otherwise give a misspelt name the type Any
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
@@ -95,7 +95,8 @@ if not TYPE_CHECKING:  # else a misspelt name would be of type Any
         try:
             return import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":  # the module is there, and misses another
+            # the module exists, but it imports one that does not
+            if error.name != f"{__name__}.{name}":
                 raise
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
 

@@ -1,4 +1,4 @@
-"""The last global model."""
+"""The anchor: the last global model, and the digest by which workers compare their anchors."""
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +8,16 @@ from palsgd.replica import Replica
 
 
 class Anchor(FlatModel):
-    """The last global model in full precision, in parts that are synced on their own."""
+    """The last global model in full precision, cut into fragments. Each fragment has its own
+    sync."""
 
     def __init__(self, replica: Replica, fragments: int = 1):
         layout = replica.layout
         ranges = split_evenly(layout.size, fragments)
         super().__init__(layout, ranges, dtype=replica.dtype, device=replica.device)
         self._replica = replica
-        # what the outer optimizer moves: of each fragment its tensors, or pieces of them
+        # The tensors that the outer optimizer moves: for each fragment its tensors, or pieces of
+        # them.
         self.outer_params = [
             [nn.Parameter(piece) for piece in self.pieces(f)] for f in range(fragments)
         ]
@@ -48,8 +50,9 @@ def digest(flat: Tensor) -> int:
 
 
 def words(flat: Tensor) -> int:
-    """The sum of the 8-byte words of a flat tensor. Sums of pieces that begin at whole words add up
-    to that of all, in the 64 bits that `folded` looks at."""
+    """The sum of the 8-byte words of a flat tensor. The sums of several pieces add up to the sum of
+    the whole tensor in the lowest 64 bits, which `folded` reads, if every piece begins at a whole
+    word."""
     pairs = flat.numel() * flat.itemsize // 8
     total = int(flat[: pairs * 8 // flat.itemsize].view(torch.int64).sum())
     if flat.numel() * flat.itemsize % 8:
@@ -58,5 +61,5 @@ def words(flat: Tensor) -> int:
 
 
 def folded(total: int) -> int:
-    """32 bits of the 64 lowest of a sum."""
+    """The lowest 64 bits of a sum, folded into 32 bits."""
     return (total ^ (total >> 32)) & 0xFFFFFFFF

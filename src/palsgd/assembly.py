@@ -1,4 +1,4 @@
-"""Puts a worker together from its parts."""
+"""Builds a worker from its parts, as the options of its optimizer say."""
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +33,8 @@ def build_worker(
     outer: OuterFactory,
     options: Options,
 ) -> Worker:
-    """A worker that has not taken a step. One without rounds has no anchor and no syncer."""
+    """A worker that has not taken a step. A worker without rounds (DDP) has no anchor and no
+    syncer."""
     meter = Meter(Ledger(), replica.device)
     buffers = Buffers(model, options.buffers)
     guard = Guard(

@@ -1,4 +1,4 @@
-"""How many steps to take between syncs, from what a sync and a step are measured to cost."""
+"""Chooses H, the number of steps between syncs, from the measured cost of a sync and a step."""
 
 import math
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ from palsgd.checks import check_int
 class Auto:
     """H such that communication takes at most `share` of the time, within bounds.
 
-    The first `rounds` rounds have `least` steps each, are not overlapped, and are measured; the
-    first of them, in which buffers and kernels are made, does not count.
+    The first `rounds` rounds have `least` steps each. Their syncs are measured, and no step
+    overlaps with them. The first round's measurement is not used, as buffers and kernels are made
+    in it.
 
     Args:
         share: the part of the time that may go into communication, in (0, 1).
-        least: the smallest H, and that of the rounds that are measured.
+        least: the smallest H, which is also the H of the rounds that are measured.
         most: the largest H.
         rounds: the number of rounds that are measured, at least 2.
 
@@ -52,18 +53,18 @@ class Auto:
             raise ValueError(f"most={self.most!r} must be at least least={self.least}")
 
     def choose(self, costs: "Costs", *, fragments: int, delay: int, gradient_share: float) -> int:
-        tick = costs.step_s * gradient_share  # a mixing step costs next to nothing
+        tick = costs.step_s * gradient_share  # the cost of a mixing step is neglected
         exposed = fragments * max(0.0, costs.sync_s - delay * tick)
         steps = exposed * (1 - self.share) / (self.share * tick) if tick > 0 else math.inf
-        # a delayed sync must be applied before the next fragment's begins
+        # A delayed sync must be applied before the sync of the next fragment begins.
         least = max(self.least, fragments * max(1, delay))
         return max(least, min(self.most, math.ceil(min(steps, self.most))))
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of the exchange of one fragment without waiting for slower workers, and of a
-    gradient step of the slowest worker."""
+    """`sync_s` has the seconds of the sync of one fragment, without waiting for slower workers.
+    `step_s` has the seconds of a gradient step of the slowest worker."""
 
     sync_s: float
     step_s: float
@@ -74,7 +75,7 @@ class Costs:
 
 
 def interval(sync_every: "int | str | Auto") -> tuple[int, Auto | None]:
-    """The H to begin with, and how to find a better one, if that is asked for."""
+    """The H of the first round and, if H is to be measured, the `Auto` that chooses the later H."""
     if sync_every == "auto":
         sync_every = Auto()
     if isinstance(sync_every, Auto):
@@ -85,7 +86,8 @@ def interval(sync_every: "int | str | Auto") -> tuple[int, Auto | None]:
 
 
 class AutoInterval:
-    """Measures the first rounds of a run, then chooses H, from figures all workers see alike."""
+    """Measures the first rounds of a run, then chooses H. All workers see the same figures, so all
+    choose the same H."""
 
     def __init__(self, auto: Auto, *, fragments: int, delay: int):
         self.auto, self.delay, self._fragments = auto, delay, fragments
@@ -95,7 +97,8 @@ class AutoInterval:
         self.costs.append(costs)
 
     def after_round(self, rounds: int, *, share: float) -> tuple[int, Costs] | None:
-        """After enough rounds: the H to go on with, and the costs it was chosen from."""
+        """The chosen H and the costs it was chosen from, after the last round that is measured;
+        None after every other round."""
         if rounds != self.auto.rounds:
             return None
         found = Costs.of(self.costs[1:] or self.costs)

@@ -1,4 +1,4 @@
-"""Buffers (normalization statistics, counters): what becomes of them at a sync."""
+"""The model's buffers (normalization statistics, counters), and what a sync does to them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,14 +10,14 @@ from palsgd.checks import check_choice
 from palsgd.replica import unwrapped
 
 POLICIES = ("average", "local", "recompute")
-_PIECE = 1 << 16  # integers travel as 16-bit pieces: exact in a float32 mean of any worker count
+_PIECE = 1 << 16  # integers are sent as 16-bit pieces, which a float32 mean keeps exact
 
 
 class Buffers:
     """The persistent buffers of a model: floats are averaged, integers follow worker 0.
 
-    Buffers that are not saved with a model (masks, position tables) are constants that its
-    code derives, so they are left alone; so are complex ones.
+    A sync does not change buffers that are not saved with the model (masks, position tables), as
+    the model's code derives them. It does not change complex buffers either.
     """
 
     def __init__(self, model: nn.Module, policy: str):
@@ -28,11 +28,13 @@ class Buffers:
         pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
         self.encoded_size = sum(b.numel() for b in self._floats) + pieces
         self._global = [b.clone() for b in self.all()]
-        # False after a sync under "recompute" until recompute_buffers() was called
+        # Are `_global` the buffers of the present global model? Under "recompute" they are from a
+        # call of recompute_buffers() up to the next sync.
         self.current = policy != "recompute"
 
     def _now(self) -> list[Tensor]:
-        """Looked up each time: a module may put a new tensor in a buffer's place."""
+        """The buffers are looked up at each call, as a module may replace a buffer by a new
+        tensor."""
         return [getattr(module, name) for module, name in self._slots]
 
     @property
@@ -50,7 +52,7 @@ class Buffers:
         return ", ".join(f"{str(b.dtype)[6:]}{list(b.shape)}" for b in self.all())
 
     def encode(self, worker: int, like: Tensor, *, finite: bool = True) -> Tensor:
-        """What this worker sends, flat; zeros instead of floats that are to be left out."""
+        """The flat values that this worker sends. Unless `finite`, zeros replace its floats."""
         parts = [like.new_empty(0)]
         for buffer in self._floats:
             flat = buffer.reshape(-1).to(like.dtype)
@@ -60,7 +62,8 @@ class Buffers:
         return torch.cat(parts)
 
     def decode(self, mean: Tensor, workers: int, contributors: int) -> None:
-        """Set the buffers from the mean of what `contributors` of `workers` sent, and keep it."""
+        """Set the local and the global buffers from the mean over `workers`, of which
+        `contributors` sent floats that are not replaced by zeros."""
         for buffer in self._floats:
             part, mean = mean[: buffer.numel()], mean[buffer.numel() :]
             buffer.copy_((part * (workers / contributors)).view(buffer.shape))
@@ -71,7 +74,8 @@ class Buffers:
         self.set_from_local()
 
     def after_sync(self, mean: Tensor, workers: int, contributors: int) -> None:
-        """What a sync does: `decode`, or what else the policy says."""
+        """Set the buffers if the policy is to average them; mark them as old if it is to recompute
+        them."""
         if self.averaged:
             self.decode(mean, workers, contributors)
         elif self.policy == "recompute":
@@ -81,14 +85,15 @@ class Buffers:
         return not self.averaged or all(bool(b.isfinite().all()) for b in self._floats)
 
     def set_from_local(self) -> None:
-        """What the buffers hold now belongs to the global model."""
+        """Copy the local buffers into the global model's buffers."""
         for kept, buffer in zip(self._global, self.all(), strict=True):
             kept.copy_(buffer)
 
         self.current = True
 
     def copy_to_local(self) -> None:
-        """The buffers of the global model replace the local ones, unless the policy is local."""
+        """Copy the global model's buffers into the local ones, unless the policy is local or the
+        global model's buffers are old."""
         if self.policy != "local" and self.current:
             for kept, buffer in zip(self._global, self.all(), strict=True):
                 buffer.copy_(kept)
@@ -101,7 +106,7 @@ class Buffers:
         momenta, training = [norm.momentum for norm in norms], model.training
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # torch's way to say: the plain mean over all batches
+            norm.momentum = None  # None makes torch take the plain mean over all batches
         model.train()
         try:
             for batch in batches:
@@ -139,4 +144,4 @@ def _join(buffer: Tensor, pieces: Tensor) -> None:
     value = torch.zeros_like(pieces[0])
     for i, piece in enumerate(pieces):
         value |= piece << (16 * i)
-    buffer.copy_(value)  # which wraps around: the top bit of a signed type is its sign again
+    buffer.copy_(value)  # copy_ wraps around, so the top bit of a signed type is its sign again

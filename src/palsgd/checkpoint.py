@@ -1,4 +1,5 @@
-"""Checkpoints on torch.distributed.checkpoint: one folder per worker, sharded or not."""
+"""Checkpoints in the format of torch.distributed.checkpoint: one folder per worker, whether the
+worker is sharded or not."""
 
 import pickle
 import warnings
@@ -16,7 +17,7 @@ from palsgd.sharding import is_sharded
 
 
 class Slot(NamedTuple):
-    """Where a tensor stood in a state, and what to allocate to read it back."""
+    """Stands for a tensor in a saved state, and says what to allocate to read the tensor back."""
 
     key: str
     shape: tuple[int, ...]
@@ -27,12 +28,13 @@ class Slot(NamedTuple):
 def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
     """Write this worker's model and optimizer; every rank calls it with the same folder.
 
-    Between syncs workers differ although their mesh calls the tensors replicas, so each worker
-    has a folder of its own; its ranks write their shards into it together.
+    Each worker has a folder of its own, as the models of the workers differ between syncs, although
+    their mesh calls the tensors replicas. The ranks of a worker write their shards into its folder.
     """
     tensors: dict[str, Tensor] = {}
     contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
-    skeleton = pickle.dumps(_take_out(contents, "", tensors))  # one leaf: not to be flattened
+    # bytes are one leaf, which dcp does not flatten
+    skeleton = pickle.dumps(_take_out(contents, "", tensors))
     import torch.distributed.checkpoint as dcp  # takes seconds
 
     with _quiet():
@@ -107,20 +109,20 @@ def _mesh(opt: LocalOptimizer) -> Any:
 
 
 def _skeleton_key(opt: LocalOptimizer) -> str:
-    """Each rank of a worker has its own: the ledger is a rank's, not a worker's."""
+    """Each rank of a worker has its own skeleton, as each rank has its own ledger."""
     return f"skeleton-{opt.transport.rank_inside}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that a worker of one rank saves alone, and that a checkpoint is written over;
-    both are meant."""
+    """Silence torch's warnings that a worker of one rank saves alone and that a checkpoint is
+    overwritten. Both are intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 def _ranks(opt: LocalOptimizer) -> dict[str, Any]:
-    """Who writes together: the ranks of this worker, or this process alone."""
+    """The processes that write one folder: the ranks of this worker, or this process alone."""
     inside = opt.transport.inside
     return {"no_dist": True} if inside is None else {"process_group": inside}

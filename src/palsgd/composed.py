@@ -14,7 +14,7 @@ ONCE = ("plan", "length", "gradient_share", "apply", "restart", "weights", "glob
 
 
 def composed(method: Any) -> Method:
-    """One method from one or several."""
+    """One method from a method or a list of methods."""
     if isinstance(method, type) and issubclass(method, Method):
         raise ValueError(f"method={method.__name__} is a class; give an instance of it")
     if isinstance(method, Method):
@@ -38,7 +38,7 @@ def composed(method: Any) -> Method:
 
 
 def _check_names(method: "Composed") -> None:
-    """Two states of one name would be one state that two methods write."""
+    """Refuse two states of one name, as two methods would write the same tensors."""
     entries = [*method.local_state, *method.global_state]
     names = [entry.name if isinstance(entry, Scalar) else entry for entry in entries]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -49,7 +49,8 @@ def _check_names(method: "Composed") -> None:
 def _check_joined(
     method: "Composed", parts: dict[str, Part], scalars: dict[str, Any], payload: Payload
 ) -> None:
-    """Refuse names that two payloads share, but for the displacement, which is one for all."""
+    """Refuse names that two payloads share, except that of the displacement, which is sent once for
+    all methods."""
     one = [p.name for p in payload.parts if p.name in parts and _different(p, parts[p.name])]
     twice = next(iter([*one, *(name for name in payload.scalars if name in scalars)]), None)
     if twice is not None:

@@ -1,4 +1,4 @@
-"""What can go wrong between workers. Bad arguments are plain ValueErrors."""
+"""The errors of a sync between workers. A bad argument raises a plain ValueError."""
 
 
 class SyncError(RuntimeError):
@@ -6,7 +6,7 @@ class SyncError(RuntimeError):
 
 
 class ConsensusError(SyncError):
-    """Workers that must hold the same global model do not."""
+    """The workers must hold the same global model, and their global models differ."""
 
 
 class NonFiniteError(SyncError):

@@ -1,7 +1,7 @@
-"""What happens to an optimizer, told to anybody who listens.
+"""The events of an optimizer, and the listeners that are called with them.
 
-`opt.on(palsgd.events.Synced, listener)` has `listener(event)` called after every sync. Any number
-of listeners may be registered; each gets a handle to remove it again.
+After `opt.on(palsgd.events.Synced, listener)`, `listener(event)` is called after every sync. Any
+number of listeners may be registered. `on` returns a handle that removes the listener.
 
 Example:
     >>> import torch, palsgd
@@ -32,23 +32,23 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Averaged(Event):
-    """A step of the warm-up: gradients were averaged, and the step was taken."""
+    """A step of the warm-up was taken with averaged gradients."""
 
     bytes_sent: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Event):
-    """Steps without data in a row, which ended at this clock."""
+    """Several steps without data in a row were taken. The last one ended at this clock."""
 
     steps: int
-    weight_min: float  # of one of these steps
+    weight_min: float  # the smallest weight of one of these steps
     weight_max: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sent(Event):
-    """A fragment was sent; training goes on while it travels."""
+    """A fragment was sent. Training goes on until its mean is applied."""
 
     round: int
     fragment: int
@@ -56,12 +56,12 @@ class Sent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Synced(Event):
-    """A fragment of the global model is new."""
+    """A sync has changed a fragment of the global model."""
 
     round: int
     fragment: int
     bytes_sent: int
-    distance: float  # of the local model, as it was sent, to the anchor
+    distance: float  # from the local model, as it was sent, to the anchor
     contributors: int  # workers whose model is in the mean
     completes: bool  # nothing more is exchanged at this clock
 
@@ -76,7 +76,7 @@ class IntervalChosen(Event):
 
 
 class Handle:
-    """Takes a listener away again."""
+    """Removes a listener."""
 
     def __init__(self, listeners: list[Callable[[Any], None]], listener: Callable[[Any], None]):
         self._listeners, self._listener = listeners, listener
@@ -87,7 +87,7 @@ class Handle:
 
 
 class Listeners:
-    """Who wants to hear of what."""
+    """The listeners of each kind of event."""
 
     def __init__(self) -> None:
         self._by_kind: dict[type[Event], list[Callable[[Any], None]]] = {}

@@ -1,4 +1,5 @@
-"""Where each tensor lies in one flat buffer, and how ranges of it travel in buckets."""
+"""Where each tensor lies in one flat buffer, and how ranges of that buffer are copied into buckets
+to be sent."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -8,19 +9,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGNED = 64  # elements: fragments start where vectorized kernels, and 8-byte words, may
+# elements: a fragment starts at a multiple, as vectorized kernels and 8-byte words must
+_ALIGNED = 64
 
 
 class Layout:
     """Tensors laid end to end without gaps.
 
-    A flat buffer follows each tensor's memory order, so that a channels-last weight is one
-    run of memory in it too.
+    A flat buffer has the elements of a tensor in the tensor's memory order, so that a channels-last
+    weight is copied as one run of memory.
     """
 
     def __init__(self, tensors: list[Tensor]):
-        # Tensors of odd length go last: behind one of them nothing would start on a 16-byte
-        # boundary, and the vectorized kernels would fall back to their scalar path.
+        # Tensors whose length is no multiple of 4 go last. A tensor behind one of them would not
+        # start on a 16-byte boundary, and vectorized kernels would take their scalar path for it.
         self.order = sorted(range(len(tensors)), key=lambda i: tensors[i].numel() % 4 != 0)
         self.shapes = [t.shape for t in tensors]
         self.strides = [_memory_strides(t) for t in tensors]
@@ -41,7 +43,8 @@ class Layout:
         return [self.view(i, flat, start) for i, start in enumerate(self.starts)]
 
     def dense(self, i: int, tensor: Tensor) -> Tensor:
-        """Tensor `i` with this layout's strides: itself wherever it has them, else a copy."""
+        """Tensor `i` with this layout's strides: `tensor` itself if it has these strides, else a
+        copy."""
         if tensor.stride() == self.strides[i]:
             return tensor
         shape, strides = self.shapes[i], self.strides[i]
@@ -49,7 +52,8 @@ class Layout:
         return fresh.copy_(tensor)
 
     def flattened(self, i: int, tensor: Tensor) -> Tensor:
-        """One-dimensional, in this layout's memory order: a view wherever strides allow one."""
+        """Tensor `i` in one dimension and in this layout's memory order: a view if the strides
+        allow one, else a copy."""
         return self.dense(i, tensor).as_strided((self.sizes[i],), (1,))
 
 
@@ -57,7 +61,7 @@ class Place(NamedTuple):
     """Where a tensor, or a piece of it, lies in a range of a flat model."""
 
     tensor: int
-    part: slice | None  # of the tensor in memory order; None: all of it
+    part: slice | None  # the elements of the tensor, in memory order; None: all of them
     place: slice  # in the range
 
 
@@ -65,7 +69,8 @@ class Bucket:
     """Elements [low, high) of a flat model. All buckets of a sync use the same memory, one after
     the other.
 
-    The range may cut through tensors: one larger than a bucket spans several.
+    The range may cut through tensors. A tensor that is larger than a bucket lies in several
+    buckets.
     """
 
     def __init__(self, layout: Layout, low: int, buffer: Tensor):
@@ -105,8 +110,8 @@ class Bucket:
                 tensors[i].copy_(self._layout.view(i, flat, 0))
 
     def parts(self, tensors: list[Tensor] | None = None) -> list[Tensor]:
-        """The range tensor by tensor: views of the bucket or, if given, of `tensors`. One that
-        is cut comes as the flat piece of it that is in this range."""
+        """The elements of the range, tensor by tensor: views of the bucket or, if given, of
+        `tensors`. For a tensor that is cut, the part is the flat piece that lies in this range."""
         found: list[tuple[int, Tensor]] = []
         for i, view in self._whole:
             found.append((i, view if tensors is None else self._layout.dense(i, tensors[i])))
@@ -132,7 +137,7 @@ class Bucket:
         return Place(i, None, slice(start, start + self._layout.sizes[i]))
 
     def put_back(self, parts: list[Tensor], tensors: list[Tensor]) -> None:
-        """Write parts that `parts(tensors)` had to copy back into `tensors`."""
+        """Write the parts that `parts(tensors)` had to copy back into `tensors`."""
         whole, cut = dict(self._whole), {i: part for i, part, _ in self._cut}
         for i, part in zip(self.owners(), parts, strict=True):
             if tensors[i].stride() == self._layout.strides[i]:
@@ -155,13 +160,14 @@ class Bucket:
                 tensors[i].copy_(self._layout.view(i, flat, 0))
 
     def part_of(self, flat: Tensor) -> Tensor:
-        """This range of another flat model."""
+        """The elements of this range in another flat model."""
         return flat[self._low : self._low + self.flat.numel()]
 
     def subtract(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
-        """Fill the bucket with a flat buffer, given with its views, minus `tensors`."""
+        """Fill the bucket with `flat` minus `tensors`. `views` are the views of `flat`, tensor by
+        tensor."""
         minuend = self.part_of(flat)
-        if flat.is_cuda:  # a launch per tensor would cost more than two more passes over memory
+        if flat.is_cuda:  # one kernel per tensor takes longer than two more passes over memory
             self.read(tensors)
             torch.sub(minuend, self.flat, out=self.flat)
             return
@@ -174,8 +180,9 @@ class Bucket:
     def subtract_in_order(
         self, flat: Tensor, views: list[Tensor], tensors: list[Tensor], width: int
     ) -> Iterator[int]:
-        """As `subtract` on a CPU, from the first element to the last. Yields how far the bucket is
-        filled, at least every `width` elements within tensors that fill their memory."""
+        """Do what `subtract` does on a CPU, from the first element to the last. Yields the number
+        of elements that are filled, at least every `width` elements within a tensor that has no
+        gaps."""
         minuend, whole = self.part_of(flat), dict(self._whole)
         for i, part, place in self._in_order:
             dense = tensors[i].stride() == self._layout.strides[i]
@@ -196,8 +203,8 @@ class Bucket:
 
 
 class Buckets:
-    """A part of a layout cut into ranges of at most `width` elements that share one buffer, which
-    has room for what travels behind the first of them."""
+    """A part of a layout, cut into ranges of at most `width` elements. All ranges share one buffer.
+    The buffer has room for the numbers that are sent behind the first range."""
 
     def __init__(self, layout: Layout, part: range, width: int, buffer: Tensor):
         self._buffer = buffer
@@ -207,7 +214,8 @@ class Buckets:
         ]
 
     def first_message(self, extras: Tensor) -> tuple[Tensor, Tensor]:
-        """The first range with `extras` behind it, and the place those then have in it."""
+        """The first range with `extras` behind it as one tensor, and the view of `extras` in that
+        tensor."""
         elements = self.ranges[0].flat.numel()
         message = self._buffer[: elements + extras.numel()]
         message[elements:] = extras
@@ -215,9 +223,10 @@ class Buckets:
 
 
 class FlatModel:
-    """Tensors like the model in one flat buffer, seen tensor by tensor, or fragment by fragment.
+    """Tensors of the model's shapes in one flat buffer, with views of each tensor and each
+    fragment.
 
-    The bounds of a fragment may cut a tensor in two; such a fragment has the piece of it.
+    The bounds of a fragment may cut a tensor in two. The fragment then has a piece of that tensor.
     """
 
     def __init__(
@@ -236,12 +245,12 @@ class FlatModel:
         return self._fragments[fragment].parts()
 
     def pieces_of(self, fragment: int, tensors: list[Tensor]) -> list[Tensor]:
-        """What lies in `tensors` where `pieces` lie here: views, but of a tensor that does not
-        fill its memory a copy, which `put_back` writes back."""
+        """The pieces of `tensors` at the places of `pieces`. A piece is a view, unless its tensor
+        has gaps in memory; then it is a copy, which `put_back` writes back."""
         return self._fragments[fragment].parts(tensors)
 
     def write(self, fragment: int, tensors: list[Tensor]) -> None:
-        """Set `tensors`, as far as the fragment reaches, from here."""
+        """Set the elements of `tensors` that lie in the fragment from this buffer."""
         self._fragments[fragment].write(tensors)
 
     def put_back(self, fragment: int, pieces: list[Tensor], tensors: list[Tensor]) -> None:
@@ -257,7 +266,8 @@ class FlatModel:
 
 
 def split_evenly(size: int, count: int) -> list[range]:
-    """`count` parts of a flat buffer, equal but for what alignment asks."""
+    """`count` parts of a flat buffer. They are equally long, except that each starts at an aligned
+    place."""
     if count == 1:
         return [range(size)]
     if size < 2 * count:

@@ -21,18 +21,19 @@ from palsgd.transports.transport import Transport
 class WorkerReport:
     """One worker's part of the header."""
 
-    digest: int  # of its anchor, 32 bits
-    finite: bool  # is its local model?
-    seconds: float  # its last exchange took, waiting included
-    sync_s: float = 0.0  # its last sync took, that exchange included
-    step_s: float = 0.0  # a gradient step takes it
+    digest: int  # 32 bits of its anchor
+    finite: bool  # is its local model finite?
+    seconds: float  # seconds of its last exchange, waiting included
+    sync_s: float = 0.0  # seconds of its last sync, that exchange included
+    step_s: float = 0.0  # seconds of one of its gradient steps
 
 
 class Header:
-    """A few numbers per worker. Each worker fills its own place, so the mean has them all.
+    """A few numbers per worker. Each worker fills its own place and sends zeros in all other
+    places, so the mean holds the numbers of all workers, divided by K.
 
-    The 32-bit digest travels as two 16-bit halves. K times a float32 mean over K workers is off
-    by at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
+    The 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
+    at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
     """
 
     def __init__(self, workers: int, *, with_costs: bool = False):
@@ -57,7 +58,7 @@ class Header:
 
 
 class Guard:
-    """Makes this worker's report, and judges those of all."""
+    """Makes this worker's report, and checks the reports of all workers."""
 
     def __init__(
         self, transport: Transport, *, with_costs: bool, compares: bool, skip_nonfinite: bool
@@ -71,7 +72,8 @@ class Guard:
     def report(
         self, digest: int, *, finite: bool, meter: Meter, step_s: float, device: torch.device
     ) -> WorkerReport:
-        """This worker's report. All its ranks, if several, give the same one."""
+        """This worker's report. If the worker has several ranks, all of them make the same
+        report."""
         whole = torch.tensor([digest, not finite], device=device)
         self._combine(whole)
         total, broken = whole.tolist()
@@ -102,7 +104,7 @@ class Verdict:
 
 
 def check_consensus(reports: list[WorkerReport], where: str) -> None:
-    """Raise on every worker alike if not all anchors are the same."""
+    """Raise the same error on every worker if the anchors differ."""
     common = Counter(line.digest for line in reports).most_common(1)[0][0]
     odd = [worker for worker, line in enumerate(reports) if line.digest != common]
     if odd:
@@ -115,7 +117,8 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
 
 
 def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:
-    """How many workers take part in the mean; raise on every worker alike if some may not."""
+    """The number of workers that take part in the mean. Raise the same error on every worker if
+    some model is not finite, unless `skip` is set and some other model is finite."""
     broken = [worker for worker, line in enumerate(reports) if not line.finite]
     if broken and not (skip and len(broken) < len(reports)):
         raise NonFiniteError(
@@ -127,13 +130,15 @@ def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:
 
 
 def waiting(reports: list[WorkerReport], worker: int) -> float:
-    """How long this worker waited in the last exchange: the last to arrive did not wait at
-    all, so the shortest exchange is what sending takes, and the rest of ours was waiting."""
+    """The seconds that this worker waited in the last exchange. The last worker to begin the
+    exchange did not wait, so the shortest exchange is the time of sending. The rest of this
+    worker's exchange was waiting."""
     return max(0.0, reports[worker].seconds - min(line.seconds for line in reports))
 
 
 def costs(reports: list[WorkerReport]) -> Costs:
-    """Of the last sync, without waiting, and of a gradient step: those of the slowest worker."""
+    """The seconds of the last sync without waiting, and of a gradient step, of the slowest
+    worker."""
     quickest = min(line.seconds for line in reports)
     return Costs(
         max(line.sync_s - (line.seconds - quickest) for line in reports),

@@ -1,4 +1,5 @@
-"""The inner optimizer: several as one, and learning rates that are divided for one step."""
+"""The inner optimizer: several optimizers as one, and learning rates that are divided by the share
+of gradient steps for one step."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from palsgd.replica import Replica
 
 
 class ChainedOptimizer(Optimizer):
-    """Several inner optimizers as one (Muon takes matrices only, AdamW the rest). Groups and state
-    are those of the parts, whose order is kept."""
+    """Several inner optimizers as one (Muon takes matrices only, AdamW the rest). The groups and
+    the state are those of the parts, in the order of the parts."""
 
     def __init__(self, parts: Sequence[Optimizer]):
         self.parts = list(parts)
@@ -31,7 +32,7 @@ class ChainedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """The base class would install a state of its own; the parts have theirs."""
+        """Ignore the state that the base class sets, as each part has its own."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for part in self.parts:
@@ -52,7 +53,7 @@ class ChainedOptimizer(Optimizer):
 
 
 class InnerStep:
-    """The step of the inner optimizer, with what belongs to it: clipping and the schedule."""
+    """The step of the inner optimizer, with the clipping before it and the scheduler after it."""
 
     def __init__(self, optimizer: Optimizer, replica: Replica, max_norm: float | None):
         self.optimizer, self.replica, self.max_norm = optimizer, replica, max_norm
@@ -82,7 +83,8 @@ class InnerStep:
 
 
 def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
-    """Raise for what cannot be stepped with the clock, or would move other learning rates."""
+    """Raise for a scheduler that cannot be stepped with the clock, or that changes the learning
+    rates of another optimizer."""
     if not hasattr(scheduler, "step"):
         raise ValueError(
             f"scheduler={scheduler!r} is no scheduler; give an LRScheduler or a function that "
@@ -105,8 +107,8 @@ def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
 
 @contextmanager
 def divided_rates(inner: Optimizer, share: float) -> Iterator[None]:
-    """The groups' learning rates are divided by `share` inside. They are put back whatever
-    happens there, but for a rate that somebody else has set meanwhile."""
+    """Inside, the learning rates of the groups are divided by `share`. On leaving, also by an
+    error, each rate is set back, unless other code has changed it inside."""
     saved = [group["lr"] for group in inner.param_groups]
     divided = [lr / share for lr in saved]
     for group, lr in zip(inner.param_groups, divided, strict=True):
@@ -120,7 +122,8 @@ def divided_rates(inner: Optimizer, share: float) -> Iterator[None]:
 
 
 def forget_nonfinite(inner: Optimizer) -> None:
-    """Drop inner state that holds inf or nan: it would spoil the next round as well."""
+    """Drop the inner state of every parameter whose state holds inf or nan, as it would make the
+    next round's model inf or nan too."""
     for state in inner.state.values():
         tensors = [v for v in state.values() if isinstance(v, Tensor) and v.is_floating_point()]
         if not all(bool(t.isfinite().all()) for t in tensors):

@@ -9,11 +9,11 @@ from typing import Any
 class Ledger:
     """Totals of one worker so far. Seconds are device seconds on a GPU.
 
-    `gradient_s` runs from the end of one `step()` to the end of the next inner step: data,
-    forward, backward and the update; what comes before a run's first step is not in it. `sync_s`
-    is the exchange and the outer step without `waiting_s`, the time until the slowest worker
-    arrived. Each worker learns how long it waited one sync later, from figures that travel in the
-    next payload. Of an overlapped sync, only what the steps did not hide counts.
+    `gradient_s` has the seconds from the end of one `step()` to the end of the next inner step:
+    data, forward, backward and the update. It lacks the seconds before a run's first step. `sync_s`
+    has the seconds of exchanges and outer steps without `waiting_s`, the seconds until the slowest
+    worker began the exchange. Each worker learns how long it waited one sync later, from the next
+    sync's header. For an overlapped sync, only the seconds count in which no step ran.
 
     Attributes:
         gradient_steps: gradient steps, those of the warm-up included.
@@ -22,10 +22,10 @@ class Ledger:
         syncs: exchanges, one per sync of a fragment and one per step of the warm-up.
         messages: messages handed to the transport.
         bytes_sent: bytes handed to the transport, headers included.
-        bytes_on_the_wire: what the collectives make of them.
+        bytes_on_the_wire: the bytes that the collectives send for them.
         gradient_s, mixing_s, sync_s, waiting_s: seconds, as above.
         beta_min, beta_max: the range of the mixing weights so far.
-        distance: of the local model to the anchor, at the last sync.
+        distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
         history: one entry per sync.
 
@@ -37,18 +37,19 @@ class Ledger:
 
     gradient_steps: int = 0
     warmup_steps: int = 0  # those of them that were plain DDP
-    mixing_steps: int = 0  # those at the head of a round, which change nothing, included
+    mixing_steps: int = 0  # includes those at the head of a round, which change nothing
     syncs: int = 0  # exchanges: one per round, one per warm-up step
     messages: int = 0
     bytes_sent: int = 0  # handed to the transport, headers included
-    bytes_on_the_wire: int = 0  # what the collectives make of them: a ring sends them nearly twice
+    # bytes that the collectives send: a ring sends each byte nearly twice
+    bytes_on_the_wire: int = 0
     gradient_s: float = 0.0
     mixing_s: float = 0.0
     sync_s: float = 0.0
     waiting_s: float = 0.0
     beta_min: float = math.inf
     beta_max: float = -math.inf
-    distance: float = 0.0  # of the local model to the anchor, at the last sync
+    distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
     history: list[dict[str, Any]] = field(default_factory=list)  # one entry per sync
 
@@ -66,6 +67,6 @@ class Ledger:
 
     def load(self, saved: dict[str, Any]) -> None:
         for name in (f.name for f in fields(self)):
-            if name in saved:  # older states have fewer
+            if name in saved:  # older states have fewer fields
                 setattr(self, name, saved[name])
         self.history = [dict(entry) for entry in saved["history"]]

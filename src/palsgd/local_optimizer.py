@@ -36,7 +36,7 @@ from palsgd.worker import Exchange
 
 @documented
 class LocalOptimizer(Optimizer):
-    """An inner optimizer whose workers meet only now and then, by the rules of a method.
+    """An inner optimizer whose workers exchange only at syncs, by the rules of a method.
 
     Args:
         model: the module that is trained, as the loop calls it.
@@ -101,7 +101,8 @@ class LocalOptimizer(Optimizer):
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
-        share = weakref.WeakMethod(self._share_inner)  # no cycle that keeps sockets open
+        # a strong reference would make a cycle, which keeps sockets open
+        share = weakref.WeakMethod(self._share_inner)
         inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
         method.check([float(group["lr"]) for group in inner.param_groups])
@@ -125,7 +126,7 @@ class LocalOptimizer(Optimizer):
             self.transport.prepare(replica.device)
 
     def _agree(self, replica: Replica, bucket_mb: float) -> None:
-        """Compare with the other workers what all must have alike."""
+        """Raise unless the settings that must be equal on all workers are equal."""
         worker = self._worker
         self.transport.agree(
             self.config
@@ -138,28 +139,29 @@ class LocalOptimizer(Optimizer):
         )
 
     def _title(self) -> str:
-        """The name of the method, for people."""
+        """The name of the method in messages and settings."""
         if type(self) is not LocalOptimizer:
             return type(self).__name__
         return str(self._worker.method)
 
     def _share_inner(self) -> None:
-        """Groups and state are the inner optimizer's own objects, so that schedulers, GradScaler
-        and hooks act on the real ones whichever of the two they are given."""
+        """Make the groups and the state the inner optimizer's own objects, so that schedulers,
+        GradScaler and hooks act on the same objects whether they are given this optimizer or the
+        inner one."""
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def set_scheduler(
         self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
     ) -> None:
-        """Have `scheduler` stepped once per tick of the clock, steps without data included."""
+        """Step `scheduler` once per step of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
             scheduler = scheduler(self)
         if scheduler is not None:
             check_scheduler(scheduler, self.inner)
         bound = getattr(scheduler, "optimizer", None)
         if bound is not None:
-            # A round may begin with steps without data, which tick the scheduler before the first
-            # inner step; torch would take that for calls in the wrong order and warn.
+            # A round may begin with steps without data, and the scheduler is stepped in them before
+            # the first inner step. torch would warn that the calls are in the wrong order.
             bound._opt_called = True
         self._worker.inner.scheduler = scheduler
 
@@ -183,7 +185,8 @@ class LocalOptimizer(Optimizer):
             raise RuntimeError(
                 "step() inside anchor_weights(): leave the with block before training"
             )
-        hooked = type(self).step is LocalOptimizer.step  # else torch calls the hooks
+        # torch calls the hooks of a subclass's own step
+        hooked = type(self).step is LocalOptimizer.step
         if hooked and (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
             self._call_hooks(_global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
         loss = None
@@ -206,7 +209,8 @@ class LocalOptimizer(Optimizer):
         """`step()` for an engine that exchanges with other workers itself."""
         self._call_hooks(_global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
         if not self._worker.plain_step():
-            # as a decorator: a with block would be left open whenever the generator pauses
+            # no_grad is a decorator here, as a with block would stay open while the generator
+            # pauses.
             yield from torch.no_grad()(self._worker.step)()
         self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
 
@@ -215,24 +219,25 @@ class LocalOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
     def run_until(self, steps: int) -> None:
-        """Training ends when the clock shows `steps`: sync there, even if a round is cut short."""
+        """End training when the clock shows `steps`. The workers sync there, even within a
+        round."""
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
-        """Have `listener(event)` called whenever an event of that kind happens.
+        """Call `listener(event)` at every later event of this kind.
 
         Args:
             kind: `palsgd.events.Synced`, `Averaged`, `Mixed`, `Sent` or `IntervalChosen`.
             listener: called with the event, a frozen record.
 
         Returns:
-            A handle whose `remove()` takes the listener away.
+            A handle whose `remove()` removes the listener.
         """
         return self._worker.listeners.on(kind, listener)
 
     def after_exchange(self, callback: Callable[[], None]) -> tuple[Handle, Handle]:
-        """Have `callback()` called after every exchange. Deprecated: use `on`."""
+        """Call `callback()` after every later exchange. Deprecated: use `on`."""
         return (
             self.on(Averaged, lambda event: callback()),
             self.on(Synced, lambda event: callback() if event.completes else None),
@@ -240,8 +245,8 @@ class LocalOptimizer(Optimizer):
 
     @torch.no_grad()
     def _drive(self, exchange: Exchange) -> None:
-        """Do what the worker asks for, through the transport. A failure is raised inside the
-        worker, which puts back what it must."""
+        """Do through the transport what the worker requests. An error is raised inside the worker,
+        so that the worker can restore its tensors."""
         try:
             request = next(exchange)
             while True:
@@ -249,7 +254,7 @@ class LocalOptimizer(Optimizer):
                     sent = fulfil(self.transport, request)
                 except RuntimeError as error:
                     request = exchange.throw(self._lost_peer(error))
-                except BaseException as error:  # Ctrl-C, say
+                except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
                 else:
                     request = exchange.send(sent)
@@ -269,23 +274,23 @@ class LocalOptimizer(Optimizer):
 
     @property
     def method(self) -> Method:
-        """The rules."""
+        """The rules of the method."""
         return self._worker.method
 
     @property
     def facts(self) -> Facts:
-        """What all workers know alike."""
+        """The facts that are equal on all workers."""
         return self._worker.facts
 
     @property
     def outer(self) -> Optimizer | None:
-        """The outer optimizer, over the anchor; DDP has none."""
+        """The outer optimizer, whose parameters are the anchor's tensors; None for DDP."""
         syncer = self._worker._syncer
         return None if syncer is None else syncer.outer
 
     @property
     def schedule(self) -> Schedule:
-        """When things happen; its last span has the H in force."""
+        """The clocks of rounds and syncs. Its last span has the present H."""
         return self._worker.schedule
 
     @property
@@ -310,9 +315,10 @@ class LocalOptimizer(Optimizer):
 
     @property
     def synced(self) -> bool:
-        """True right after a sync: the local model is the global one. With `delay` or `fragments`
-        it may be ahead of it, and workers may pass several syncs in one step: what they do
-        together at a sync belongs into a listener of `palsgd.events.Synced`."""
+        """True right after a sync: the local model is then equal to the global one. With `delay` or
+        `fragments` the local model may differ from the global one, and one `step()` may contain
+        several syncs. Code that all workers must run at every sync therefore belongs into a
+        listener of `palsgd.events.Synced`."""
         return self._worker.at.synced
 
     @property
@@ -323,9 +329,9 @@ class LocalOptimizer(Optimizer):
 
     @contextmanager
     def anchor_weights(self) -> Iterator[nn.Module]:
-        """The model holds the global weights (and buffers) inside; what is done to them is
-        undone on leaving. For a method whose workers have no common anchor the global model costs
-        a message, and all workers must call."""
+        """Inside, the model holds the global weights and buffers. On leaving, the local weights and
+        buffers are restored. For a method whose workers have no common anchor the global model
+        takes a message, so all workers must call this."""
         buffers = self._worker.warmup.buffers
         if self._worker.at.has_anchor and not buffers.current:
             warnings.warn(
@@ -342,7 +348,7 @@ class LocalOptimizer(Optimizer):
         held = worker.inner.replica.local() + buffers.all()
         with torch.no_grad():
             saved = [t.clone() for t in held]
-        if worker.at.has_anchor:  # in the warm-up the model is the global one
+        if worker.at.has_anchor:  # in the warm-up every local model is the global model
             self._drive(worker.show_global_model())
         outside, self._showing_anchor = self._showing_anchor, True
         try:
@@ -358,8 +364,8 @@ class LocalOptimizer(Optimizer):
         batches: Iterable[Any],
         forward: Callable[[nn.Module, Any], Any] = lambda model, batch: model(batch),
     ) -> None:
-        """The global model's normalization statistics, from forward passes over `batches`,
-        averaged over the workers: all of them must call."""
+        """Compute the global model's normalization statistics by forward passes over `batches`, and
+        average them over the workers. All workers must call this."""
         buffers = self._worker.warmup.buffers
         with self._global_model(), torch.no_grad():
             buffers.recompute(self.model, batches, forward)
@@ -368,12 +374,12 @@ class LocalOptimizer(Optimizer):
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the model itself: save model.state_dict() of each worker beside it."""
+        """The whole state except the model. Save model.state_dict() of each worker too."""
         return save_state(self._parts())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Go on from `state_dict`, mid-round too, bit for bit. With `strict=False` the settings
-        may differ from those it was saved under."""
+        """Resume from `state_dict` bit for bit, also within a round. With `strict=False` the
+        settings may differ from the saved ones."""
         load_state(self._parts(), state_dict, strict=strict)
 
     def _parts(self) -> Parts:

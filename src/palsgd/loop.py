@@ -1,4 +1,4 @@
-"""The end of training is a matter of the clock, not of the data."""
+"""The training loop's batches, which end at a given clock and not with the data."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -12,10 +12,10 @@ Batch = TypeVar("Batch")
 def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterator[Batch]:
     """Batches from `loader`, epoch after epoch, until `opt.clock` shows `steps`.
 
-    Every worker stops at the same clock, whatever its loader's length and however many of its
-    steps were mixing steps, so none waits for a sync that another will not reach. If `steps`
-    cuts a round short, that round is synced at the end. The epoch that samplers are told goes
-    on after a resume; the place within it is the loader's to restore.
+    Every worker stops at the same clock, whatever its loader's length and however many of its steps
+    were mixing steps, so none waits for a sync that another will not reach. If `steps` cuts a round
+    short, that round is synced at the end. After a resume the epoch that samplers are given
+    continues; the loader must restore the place within the epoch.
 
     Args:
         loader: the batches of this worker; it is iterated again when it ends.
@@ -57,7 +57,7 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a DistributedSampler to shuffle anew."""
+    """Set the epoch of a DistributedSampler, so that it shuffles again."""
     for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         set_epoch = getattr(part, "set_epoch", None)
         if set_epoch is not None:

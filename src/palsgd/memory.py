@@ -1,5 +1,5 @@
-"""The memory of messages. It is kept between syncs, as fresh memory costs page faults, which on a
-fast link weigh as much as the arithmetic."""
+"""The memory of messages. It is kept between syncs, as new memory causes page faults, which on a
+fast link take as long as the arithmetic."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from palsgd.replica import Replica
 class MessageMemory:
     def __init__(self, replica: Replica, *, bucket_size: int, tail: int, keeps_all: bool):
         self._layout, self.bucket_size = replica.layout, bucket_size
-        self._tail = tail  # numbers that may travel behind the first bucket
-        self._keeps_all = keeps_all  # also memory larger than a bucket
+        self._tail = tail  # numbers that may be sent behind the first bucket
+        self._keeps_all = keeps_all  # is memory larger than a bucket kept too?
         self.template = torch.empty(0, dtype=replica.dtype, device=replica.device)
         self._storage: Tensor | None = None
         self._buckets: dict[tuple[range, int], Buckets] = {}
@@ -37,7 +37,8 @@ class MessageMemory:
         return self._buckets[part, width]
 
     def with_tail(self, values: Tensor, tail: Tensor) -> Tensor:
-        """Values with numbers behind them: in their own memory where it has room."""
+        """`values` with `tail` behind them, in the memory of `values` if it has room, else in new
+        memory."""
         base = values._base if values._base is not None else values
         room = base.numel() - values.numel()
         if base.dim() == 1 and values.storage_offset() == 0 and room >= len(tail):
@@ -47,7 +48,7 @@ class MessageMemory:
         return torch.cat([values, tail])
 
     def local_when_sent(self, part: range) -> Bucket:
-        """Where a fragment that is sent is kept as it was."""
+        """The memory that keeps a fragment of the local model as it was sent."""
         if self._when_sent is None or len(self._when_sent) < len(part):
             self._when_sent = self.template.new_empty(len(part))
         return Bucket(self._layout, part.start, self._when_sent[: len(part)])

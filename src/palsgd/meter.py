@@ -1,4 +1,4 @@
-"""Seconds: all of a worker's go through here into its ledger."""
+"""Measures a worker's seconds and adds them to its ledger."""
 
 import time
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from palsgd.ledger import Ledger
 class Stopwatch:
     """Adds elapsed seconds to the fields of a ledger.
 
-    On a GPU the host runs ahead, so instants are events; they are turned into seconds once
-    the device has passed them, without ever making it wait.
+    On a GPU the host runs ahead of the device, so an instant is a CUDA event. Two events become
+    seconds once the device has passed both; the device never waits for this.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device):
@@ -36,7 +36,7 @@ class Stopwatch:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Book what the device has passed by now."""
+        """Add the seconds between events that the device has passed by now."""
         while self._pending and self._pending[0][2].query():
             name, start, end = self._pending.pop(0)
             self._book(name, start.elapsed_time(end) / 1e3)
@@ -52,7 +52,8 @@ class Stopwatch:
 
 
 class Meter:
-    """Where a worker's time goes. An instant ends one span and begins the next."""
+    """Divides a worker's time into gradient steps, mixing steps and syncs. The instant that ends
+    one of them begins the next."""
 
     def __init__(self, ledger: Ledger, device: torch.device):
         self.ledger, self.watch = ledger, Stopwatch(ledger, device)
@@ -60,10 +61,10 @@ class Meter:
         self.sync_s = 0.0  # how long the last sync took, that exchange included
         self._cuda = device.type == "cuda"
         self._left_step: Any = None  # the instant at which the last step ended
-        self._gradient_s_then = 0.0  # the ledger's, at the last sync
+        self._gradient_s_then = 0.0  # the ledger's `gradient_s` at the last sync
 
     def gradient_done(self) -> None:
-        """Data, forward, backward and the inner step end here."""
+        """Add the seconds since the last step (data, forward, backward and the inner step)."""
         now = self.watch.now()
         if self._left_step is not None:
             self.watch.add("gradient_s", self._left_step, now)
@@ -79,7 +80,8 @@ class Meter:
         self._left_step = self.watch.now()
 
     def skip(self) -> None:
-        """What has passed since the last step was not for a gradient: an evaluation, say."""
+        """Leave out the seconds since the last step, which were not for a gradient but, for
+        example, for an evaluation."""
         if self._left_step is not None:
             self._left_step = self.watch.now()
 
@@ -87,14 +89,15 @@ class Meter:
         self._gradient_s_then = self.ledger.gradient_s
 
     def step_seconds(self, gradient_steps: int) -> float:
-        """Seconds of one gradient step, of which there were so many since the last sync."""
+        """Seconds of one gradient step: the mean over the `gradient_steps` since the last sync."""
         self.watch.catch_up()
         spent = self.ledger.gradient_s - self._gradient_s_then
         return spent / gradient_steps if gradient_steps else 0.0
 
     @contextmanager
     def whole_sync(self, *, exactly: bool) -> Iterator[None]:
-        """Measure a sync. While H is being measured its seconds must be the device's too."""
+        """Measure a sync. With `exactly`, which is set while H is being chosen, the device's work
+        is included."""
         self._wait_for_device(exactly)
         began = time.perf_counter()
         yield

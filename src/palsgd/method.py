@@ -1,9 +1,9 @@
 """The contract of a method: everything that one low-communication method may state.
 
-A method is one file in `palsgd/methods`. It overrides the slots in which it differs from Local SGD,
-which is what the defaults say. Its rules work on lists of tensors, elementwise, so the same file
-runs for one worker, for K stacked workers (tensors with a leading worker axis) and on shards. A
-method never sees a message, a process or a device.
+A method is one file in `palsgd/methods`. It overrides the slots in which it differs from Local SGD;
+the defaults are Local SGD. Its rules work on lists of tensors, elementwise, so the same file runs
+for one worker, for K stacked workers (tensors with a leading worker axis) and on shards. A method
+never sees a message, a process or a device.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ class Scalar(NamedTuple):
     """An entry of `local_state` or `global_state` that is a number, not tensors like the model.
 
     Args:
-        name: the attribute of `w` that has it; rules set it by assigning to that.
+        name: the attribute of `w` that holds the number. A rule changes the number by assigning to
+            it.
         initial: its value before the first round.
 
     Example:
@@ -40,13 +41,13 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What all workers know alike when a round begins.
+    """The facts that are equal on all workers when a round begins.
 
     Attributes:
         sync_every: H as given to the constructor, or as chosen by an interval rule.
         workers: how many there are.
-        seed, draws: of the steps without data.
-        stops: offsets within the round at which workers meet.
+        seed, draws: how the steps without data are drawn.
+        stops: offsets within the round at which something is sent or applied.
         rates: the learning rates of the parameter groups.
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
         scalars: the reduced scalars of the last sync's payload.
@@ -61,7 +62,7 @@ class Facts:
     workers: int = 1
     seed: int = 0
     draws: str = "balanced"
-    stops: tuple[int, ...] = ()  # offsets within the round at which workers meet
+    stops: tuple[int, ...] = ()  # offsets at which something is sent or applied
     rates: tuple[float, ...] = ()  # the learning rates of the parameter groups
     initial_rates: tuple[float, ...] = ()  # each group's `initial_lr`, or its lr when built
     scalars: Mapping[str, float] = field(default_factory=dict)  # reduced, of the last sync
@@ -69,14 +70,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Part:
-    """One list of tensors that travels at a sync, shaped like the model.
+    """One list of tensors, shaped like the model's, that is sent at a sync.
 
     Args:
-        name: what `reduced[name]` is asked for by.
+        name: `reduced[name]` is the part after the sync.
         tensors: one for each tensor of `w.local`; None: the displacement, anchor minus local model.
         reduction: "mean", "weighted" (by `Payload.weight`) or "gather" (all workers' values).
         coded: may `compress` apply to it?
-        every: it travels with every so many rounds.
+        every: the part is sent in every `every`-th round.
 
     Example:
         >>> import palsgd
@@ -88,7 +89,7 @@ class Part:
     tensors: Sequence[Tensor] | None = None  # None: the displacement, anchor minus local model
     reduction: str = "mean"  # "mean", "weighted" (by `Payload.weight`) or "gather"
     coded: bool = True  # may compress= apply to it?
-    every: int = 1  # it travels with every so many rounds
+    every: int = 1  # the part is sent in every so many rounds
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Payload:
     """What a worker sends at a sync.
 
     Args:
-        parts: the lists of tensors that travel; by default the displacement, as "model".
-        scalars: numbers by name; they travel exactly and are reduced to their mean.
-        weight: that of this worker, in parts whose reduction is "weighted".
+        parts: the lists of tensors that are sent; by default the displacement, as "model".
+        scalars: numbers by name; they are sent without loss and reduced to their mean.
+        weight: the weight of this worker in parts whose reduction is "weighted".
 
     Example:
         >>> import palsgd
@@ -116,7 +117,8 @@ REDUCTIONS = ("mean", "weighted", "gather")
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """The rules of a method. As it stands: Local SGD with whatever outer optimizer is given.
+    """The rules of a method. Without overrides it is Local SGD with the outer optimizer that is
+    given.
 
     Subclasses are frozen dataclasses whose fields are the method's own settings; `sync_every`,
     `warmup_steps`, `seed` and `draws` belong to the optimizer that is built from it. In the slots
@@ -126,7 +128,8 @@ class Method:
     - each name in `local_state` and `global_state` as an attribute (`w.control`);
     - `w.inner[name]`: the inner optimizer's tensors of that name;
     - `w.groups`: the indices of the tensors of each parameter group;
-    - `w.gradient_steps` and `w.rate_sums`: what the worker did since this part's last sync;
+    - `w.gradient_steps` and `w.rate_sums`: the worker's steps, and the sums of their rates, since
+      these tensors' last sync;
     - `w.rates`: the learning rate of each tensor in the last step before the sync.
 
     Example:
@@ -147,7 +150,8 @@ class Method:
     only_when_mixing: ClassVar[bool] = (
         False  # after_gradient is called only with steps of that kind
     )
-    refuses: ClassVar[Mapping[str, str]] = {}  # option of the optimizer -> why it means nothing
+    # option of the optimizer -> why the method refuses it
+    refuses: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -164,8 +168,8 @@ class Method:
     def plan(self, worker: int, round: int, length: int, facts: Facts) -> list[bool]:
         """The steps of a round: True where a step needs no data, False for a gradient step.
 
-        Steps without data pull the local model towards the anchor, or rest: where the two are
-        equal, at the head of a round, they are counted but not run.
+        A step without data pulls the local model towards the anchor. At the head of a round, where
+        the local model is equal to the anchor, such steps are counted but not run.
         """
         return [False] * length
 
@@ -191,8 +195,8 @@ class Method:
     ) -> tuple[Rate, Rate] | None:
         """Change `w.local` after a gradient step and the steps without data that follow it.
 
-        `rate` has the learning rates of the gradient step, undivided; it is None where no gradient
-        step precedes (a run of such steps that a sync has cut). `mixing` has one row of rates per
+        `rate` has the learning rates of the gradient step, undivided. It is None if no gradient
+        step precedes the steps without data since the last sync. `mixing` has one row of rates per
         step without data. Returns the range of the mixing weights, for the ledger, or None.
         """
         return None
@@ -200,11 +204,11 @@ class Method:
     # -- a sync --------------------------------------------------------------------------------
 
     def payload(self, w: "WorkerTensors") -> Payload:
-        """What travels at a sync; by default the displacement of the local model, as "model"."""
+        """What is sent at a sync; by default the displacement of the local model, as "model"."""
         return Payload()
 
     def apply(self, w: "WorkerTensors", reduced: "Reduced", outer: Optimizer) -> None:
-        """Set `w.anchor` and the states from what came back.
+        """Set `w.anchor` and the states from the reduced payload.
 
         `reduced["model"]` is the mean displacement; `outer`'s parameters are the anchor's tensors
         and carry it as their gradient, so that the default is one outer step. `w.local` is the
@@ -213,29 +217,32 @@ class Method:
         outer.step()
 
     def restart(self, w: "WorkerTensors") -> None:
-        """Set `w.local` after a sync. The default is the library's: the anchor, plus what the
-        local model has gained meanwhile where a sync is delayed. An override refuses `delay`."""
+        """Set `w.local` after a sync. By default `w.local` becomes the anchor, plus the change of
+        the local model since it was sent if the sync is delayed. A method that overrides this
+        refuses `delay`."""
         raise NotImplementedError("the library does this unless a method overrides it")
 
     def join(self, w: "WorkerTensors") -> None:
-        """Set the local states of a worker that comes back to the others: one that was left out
-        of a sync. Its local model is the anchor already, its local states are zero."""
+        """Set the local states of a worker that was left out of a sync. Its local model has been
+        set to the anchor, and its local states to zero."""
 
     # -- other means than one over all ---------------------------------------------------------
 
     def weights(self, worker: int, round: int) -> Mapping[int, float] | None:
-        """The weights of the workers whose payloads this one adds up; None: the mean over all."""
+        """The weights by worker with which this worker adds up payloads; None: the mean over all
+        workers."""
         return None
 
     def global_model(self, w: "WorkerTensors") -> Sequence[Tensor] | None:
-        """Tensors whose mean over the workers is the model to evaluate and save, which costs a
-        message, so that all workers call for it. None: the anchor, which all have."""
+        """Tensors whose mean over the workers is the global model, to be evaluated and saved. That
+        mean takes a message, so all workers must ask for it. None: the anchor is the global
+        model."""
         return None
 
     # -- what the library asks -----------------------------------------------------------------
 
     def overrides(self, slot: str) -> bool:
-        """Does this method state something of its own there?"""
+        """Does this method override the slot?"""
         return getattr(type(self), slot) is not getattr(Method, slot)
 
     def acts_after_gradient(self, mixing: Sequence[Any]) -> bool:
@@ -255,11 +262,11 @@ class Method:
         return type(self).__name__.removesuffix("Method") or "LocalSGD"
 
     def settings(self) -> dict[str, Any]:
-        """Its own settings, for comparisons between workers and with saved states."""
+        """The method's own settings, which are compared between workers and with saved states."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def refusals(self) -> dict[str, str]:
-        """Options of the optimizer that mean nothing here, each with the reason."""
+        """The options of the optimizer that the method refuses, each with the reason."""
         found = dict(self.refuses)
         if self.overrides("restart"):
             found.setdefault("delay", "the method says itself where the local model goes on")
@@ -274,7 +281,7 @@ class Method:
 
 
 def state_names(entries: Sequence[str | Scalar]) -> list[str]:
-    """The names of the states that are tensors like the model."""
+    """The names of the states that are tensors of the model's shapes."""
     return [entry for entry in entries if isinstance(entry, str)]
 
 

@@ -1,4 +1,4 @@
-"""What a method keeps beside the model: tensors like the model, and numbers."""
+"""The states of a method: tensors of the model's shapes, and numbers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,8 @@ from palsgd.tensors import RESERVED, WorkerTensors
 
 
 class MethodState:
-    """Each worker's own state (`local`) and the one that all workers share (`common`)."""
+    """The states that differ between workers (`local`) and the states that are equal on all
+    (`common`)."""
 
     def __init__(self, method: Method, replica: Replica, ranges: list[range]):
         check_names(method)
@@ -42,7 +43,7 @@ class MethodState:
         return self.local_scalars | self.common_scalars
 
     def keep_scalars(self, w: WorkerTensors) -> None:
-        """A rule sets a number by assigning it to `w`."""
+        """Keep the numbers that a rule has assigned to `w`."""
         for kept in (self.local_scalars, self.common_scalars):
             for name in kept:
                 kept[name] = float(getattr(w, name))
@@ -55,14 +56,14 @@ class MethodState:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Everything as it was before the first sync."""
+        """Set all states to their values before the first sync."""
         self.reset_local()
         for kept in self.common.values():
             kept.flat.zero_()
         self.common_scalars.update(self._initial_common)
 
     def digest(self, fragment: int | None) -> int:
-        """Of what all workers must hold alike."""
+        """The digest of the states that must be equal on all workers."""
         kept, numbers = self.common.values(), list(self.common_scalars.values())
         total = sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
         return total + digest(torch.tensor(numbers, dtype=torch.float64)) if numbers else total
@@ -73,7 +74,7 @@ def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:
 
 
 def check_names(method: Method) -> None:
-    """Raise for a state that has the name of something else that rules find in `w`."""
+    """Raise for a state whose name is that of another attribute of `w`."""
     for entry in (*method.local_state, *method.global_state):
         name = entry if isinstance(entry, str) else entry.name
         if hasattr(WorkerTensors, name) or name in RESERVED:

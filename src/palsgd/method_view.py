@@ -1,4 +1,4 @@
-"""How a worker's tensors are shown to the rules of its method."""
+"""Makes the `w` through which the rules of a method see their worker's tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from palsgd.transports.transport import Transport
 
 
 class MethodView:
-    """Makes the `w` of a method's slots: of the whole model, or of a fragment of it."""
+    """Makes the `w` of a method's slots, for the whole model or for one fragment."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MethodView:
         return self._made(sources, groups=self.replica.groups, **known)
 
     def with_gradients(self, **known: Any) -> WorkerTensors:
-        """The tensors that have a gradient, with it."""
+        """The tensors that have a gradient, with their gradients."""
         have = [i for i, p in enumerate(self.replica.params) if p.grad is not None]
         local, params = self.replica.local(), self.replica.params
         chosen = [params[i] for i in have]
@@ -73,7 +73,8 @@ class MethodView:
         rate_sums: Sequence[float],
         **known: Any,
     ) -> WorkerTensors:
-        """The tensors of a fragment, or pieces of them; `local` gives those of the local model."""
+        """The tensors of a fragment, or pieces of them. `local()` gives the pieces of the local
+        model."""
         group_of = [self._group_of[i] for i in self.anchor.owners(fragment)]
         params = self.replica.params
 
@@ -93,11 +94,11 @@ class MethodView:
         return self._made(sources, groups=self._groups(group_of), **known)
 
     def local_pieces(self, fragment: int) -> list[Tensor]:
-        """The fragment's part of the local model as it is now."""
+        """The pieces of the present local model that lie in the fragment."""
         return self.anchor.pieces_of(fragment, [t.detach() for t in self.replica.local()])
 
     def pieces_in(self, fragment: int, flat: Tensor) -> list[Tensor]:
-        """A flat buffer of a fragment's elements, tensor by tensor."""
+        """The views of `flat`, which has a fragment's elements, tensor by tensor."""
         return Bucket(self.replica.layout, self.anchor.ranges[fragment].start, flat).parts()
 
     def _groups(self, group_of: list[int]) -> list[list[int]]:
@@ -131,7 +132,7 @@ def _chosen(source: Callable[[], list[Tensor]], have: list[int]) -> list[Tensor]
 
 
 class InnerState:
-    """The inner optimizer's tensors by name. Those that it has not made yet are missing."""
+    """The inner optimizer's tensors by name. A name that it has not made yet is missing."""
 
     def __init__(
         self,
@@ -141,15 +142,16 @@ class InnerState:
         put_back: Callable[[list[Tensor], list[Tensor]], None],
     ):
         self._inner, self._params, self._cut, self._put_back = inner, params, cut, put_back
-        self._shown: list[tuple[list[Tensor], list[Tensor]]] = []  # pieces, and what they are of
+        # the pieces, and the tensors they were cut from
+        self._shown: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def __contains__(self, name: str) -> bool:
         return self._found(name) is not None
 
     def __getitem__(self, name: str) -> list[Tensor]:
-        """One tensor per parameter; an empty list if the inner optimizer has none of that name.
-        Zeros stand for a parameter that has none: it never had a gradient, or belongs to an
-        optimizer of another kind. What is written into them is lost."""
+        """One tensor per parameter; an empty list if the inner optimizer has none of that name. A
+        parameter without such a tensor has zeros in its place: it never had a gradient, or belongs
+        to an optimizer of another kind. Values written into these zeros are lost."""
         found = self._found(name)
         if found is None:
             return []
@@ -158,7 +160,7 @@ class InnerState:
         return pieces
 
     def put_back(self) -> None:
-        """Write pieces that had to be copied back into the inner optimizer's tensors."""
+        """Write the pieces that are copies back into the inner optimizer's tensors."""
         for pieces, tensors in self._shown:
             self._put_back(pieces, tensors)
 

@@ -18,18 +18,18 @@ OPTIONS = """
         outer: makes the outer optimizer from the anchor's parameters, such as
             `palsgd.nesterov(lr=0.2)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
         warmup_steps: steps of plain DDP before the first round.
-        seed, draws: of the steps without data. "balanced": between two syncs all workers take
-            equally many gradients; "independent": a coin per worker and step; "shared": one coin
-            for all.
+        seed, draws: how the steps without data are drawn. "balanced": between two syncs all workers
+            take equally many gradients; "independent": a coin per worker and step; "shared": one
+            coin for all.
         buffers: "average", "local" or "recompute": normalization statistics at a sync.
         max_norm: clip the gradient to this norm inside `step()`, after any averaging.
         on_nonfinite: "raise", or "skip" to leave a worker whose model has inf or nan at a sync
             out of the mean.
         scheduler: an LRScheduler, or a function that makes one from the optimizer. It is stepped
-            once per tick of the clock, steps without data included.
+            once per step of the clock, steps without data included.
         bucket_mb: the largest message, in MiB.
         compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
-        delay: steps that a sync has to travel, during which training goes on.
+        delay: steps between sending and applying a sync; training goes on during them.
         fragments: parts of the model that are synced one after another within a round.
         group: the process group of the workers, if they are not all ranks.
         transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
@@ -42,10 +42,10 @@ OPTIONS = """
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an optimizer was asked for."""
+    """The checked settings of an optimizer."""
 
     method: Method
-    sync_every: int  # to begin with, where `auto` chooses it
+    sync_every: int  # H; where `auto` is set, the H of the first round
     auto: Auto | None
     warmup_steps: float
     draws: str
@@ -60,11 +60,11 @@ class Options:
 
     @property
     def has_rounds(self) -> bool:
-        """False: a warm-up that never ends."""
+        """False if the warm-up never ends."""
         return self.warmup_steps != math.inf
 
     def as_config(self) -> dict[str, Any]:
-        """The settings that workers, and a saved state and its reader, must agree on."""
+        """The settings that must be equal on all workers, and in a saved state and its reader."""
         return {
             "sync_every": self.sync_every if self.auto is None else str(self.auto),
             "warmup_steps": self.warmup_steps,
@@ -89,7 +89,7 @@ def checked_options(
     warmup_steps: float,
     **others: Any,
 ) -> Options:
-    """The options as they were given, or a ValueError that says which one cannot be."""
+    """The options, or a ValueError that says which one is out of its range."""
     codec, (first, auto) = find_codec(compress), interval(sync_every)
     check_int("sync_every", first, least=1)
     if warmup_steps != math.inf:
@@ -128,7 +128,7 @@ def _check_positive(**values: float | None) -> None:
 
 
 def _check_refusals(method: Method, **options: Any) -> None:
-    """Refuse options that mean nothing for the method, with its reason."""
+    """Refuse the options that the method refuses, with its reason."""
     nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "sync_every": None}
     reasons = method.refusals()
     for name, value in options.items():
@@ -155,8 +155,8 @@ def _check_lag(sync_every: int, auto: Auto | None, delay: int, fragments: int) -
 
 
 def _check_names(method: Method) -> None:
-    """Refuse a method's setting that has the name of one of the optimizer's: the two would be
-    compared between workers, and with saved states, as one."""
+    """Refuse a method's setting that has the name of an option of the optimizer, as the two would
+    be one entry in the settings that workers and saved states compare."""
     taken = {f.name for f in fields(Options)} | {"compress", "inner", "outer"}
     clash = next((name for name in method.settings() if name in taken), None)
     if clash is not None:
@@ -167,7 +167,7 @@ def _check_names(method: Method) -> None:
 
 
 def _check_no_syncs(**options: Any) -> None:
-    """Refuse options of syncs where the warm-up never ends."""
+    """Refuse the options of syncs for an optimizer whose warm-up never ends."""
     nothing = {"compress": None, "delay": 0, "fragments": 1}
     for name, value in options.items():
         if value != nothing[name]:
@@ -181,7 +181,7 @@ Kind = TypeVar("Kind", bound=type[Optimizer])
 
 
 def documented(kind: Kind) -> Kind:
-    """Complete the docstring and the signature of a class by the options that all share."""
+    """Add the options that all optimizers share to the docstring and the signature of a class."""
     kind.__doc__ = inspect.cleandoc(kind.__doc__ or "") + "\n\n" + inspect.cleandoc(OPTIONS)
     own = inspect.signature(kind.__init__)
     if any(p.kind is p.VAR_KEYWORD for p in own.parameters.values()):

@@ -1,4 +1,4 @@
-"""Outer optimizers: what a sync does with the mean outer gradient."""
+"""Outer optimizers, which change the anchor at a sync by the mean displacement."""
 
 from collections.abc import Callable, Iterable
 

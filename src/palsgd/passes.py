@@ -1,7 +1,7 @@
-"""Fewer passes over memory in a sync on CPUs, with the bits of the plain operations.
+"""Operations of a sync on CPUs with fewer passes over memory and bit-equal results.
 
-A sync over a fast link takes about as long as its passes over memory: each operation on a whole
-model reads it from memory anew, as no cache of a core holds it.
+A sync over a fast link takes about as long as its passes over memory. Each operation on a whole
+model reads the model from memory again, as the model is larger than a core's cache.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from torch.optim import optimizer as torch_hooks
 from palsgd.anchor import folded, words
 from palsgd.flat import Bucket, FlatModel
 
-PIECE = 1 << 17  # elements; three of such pieces, 1.5 MiB in fp32, lie in the L2 cache of a core
+PIECE = 1 << 17  # elements; three such pieces, 1.5 MiB in fp32, fit into the L2 cache of a core
 
 
 class Displaced(NamedTuple):
-    """What was found while a bucket was filled."""
+    """What `displaced` computes while it fills a bucket."""
 
     squares: Tensor  # the squared norm of the displacement
-    digest: int | None  # of the anchor in the range of the bucket, if asked for
+    digest: int | None  # of the anchor in the bucket's range; None unless asked for
 
 
 def displaced(
@@ -32,7 +32,8 @@ def displaced(
     """Fill a bucket with the anchor minus the local model.
 
     On a CPU the norm reads each piece of the displacement, and the digest each piece of the anchor,
-    while the subtraction has left it in the cache, which saves two passes.
+    right after the subtraction of that piece. The piece is then still in the cache, which saves two
+    passes.
     """
     if bucket.flat.device.type != "cpu":
         bucket.subtract(anchor.flat, anchor.views, local)
@@ -46,8 +47,9 @@ def displaced(
 
 
 def _pieces(bucket: Bucket, filled: Iterator[int]) -> Iterator[slice]:
-    """Pieces of at least PIECE elements but for the last, each as soon as it is filled. All begin
-    at an even element, and so at an 8-byte word, which the digest needs."""
+    """Pieces of about PIECE elements or more, each as soon as it is filled; the last may be
+    shorter. Every piece begins at an even element, and so at an 8-byte word, as the digest
+    needs."""
     start, size = 0, bucket.flat.numel()
     for stop in filled:
         if stop - start >= PIECE and stop < size:
@@ -60,10 +62,11 @@ def _pieces(bucket: Bucket, filled: Iterator[int]) -> Iterator[slice]:
 
 
 def can_divide(outer: Optimizer) -> bool:
-    """Can the step of this outer optimizer divide gradients on its way, with the same bits?
+    """Can the step of this outer optimizer divide its gradients itself, with bit-equal results?
 
-    The optimizers that `nesterov` and `plain_average` make can. One of another kind cannot; and
-    what else reads the gradients, such as a hook, must find the mean there and not the sum.
+    The optimizers that `nesterov` and `plain_average` make can. Other optimizers cannot. An
+    optimizer with hooks cannot either, as a hook must find the mean in the gradients and not the
+    sum.
     """
     if type(outer) is not SGD or {"step", "grad_scale", "found_inf"} & vars(outer).keys():
         return False
@@ -83,10 +86,10 @@ def _is_plain(group: dict[str, Any]) -> bool:
 
 @contextmanager
 def divided_step(outer: Optimizer, divisor: int) -> Iterator[None]:
-    """Steps of `outer` inside divide its gradients first.
+    """Inside, a step of `outer` divides the gradients by `divisor` first.
 
-    The kernel of the fused step divides each element when it has read it, which saves the pass of
-    a division. torch has this for gradients that were scaled against underflow.
+    The kernel of the fused step divides each element after reading it, which saves one pass. torch
+    has this division for gradients that a GradScaler has scaled.
     """
     if divisor == 1:
         yield

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from palsgd.worker import Worker
 
 REPORT = 4  # numbers of each worker in the header of a sync (see palsgd.guard)
-REPORT_WITH_COSTS = 6  # while sync_every="auto" measures
+REPORT_WITH_COSTS = 6  # the same, while sync_every="auto" measures
 
 
 def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:
-    """What a worker puts on the wire for the bytes it hands over.
+    """The bytes that a worker's link carries when the worker hands `sent` bytes to the transport.
 
-    A ring all-reduce sends every byte 2 (K - 1) / K times, and so do the two steps of a coded
-    mean. A ring that gathers passes on the message of every worker but its right neighbour's.
+    A ring all-reduce sends every byte 2 (K - 1) / K times, and so do the two steps of a coded mean.
+    In a ring that gathers, a worker sends the message of every worker except its right neighbour's.
     """
     if gathered:
         return sent * (workers - 1)
@@ -40,7 +40,7 @@ class PartSize:
     coded: bool = True
     gathered: bool = False
     every: int = 1
-    displacement: bool = False  # is it that of the model, which travels in buckets?
+    displacement: bool = False  # is it the displacement of the model, which is sent in buckets?
 
 
 class MessageSize(NamedTuple):
@@ -52,10 +52,10 @@ class MessageSize(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """One message: the bytes that a worker hands over, and how they travel."""
+    """One message: the bytes that a worker hands over, and how they are reduced."""
 
     bytes: int
-    gathered: bool  # to every other worker, instead of into a mean
+    gathered: bool  # is the message sent to every other worker, instead of averaged?
     coded: bool
 
 
@@ -66,11 +66,11 @@ class MethodSize:
     parts: tuple[PartSize, ...] = (PartSize(displacement=True),)
     gathered: bool = False  # are all values gathered instead of averaged?
     scalars: int = 0
-    whole: bool = False  # must a fragment travel in one message?
+    whole: bool = False  # must a fragment be sent in one message?
 
     @classmethod
     def of(cls, method: Method) -> "MethodSize":
-        """Asks the method for its payload of a model of one number."""
+        """The sizes of the payload that the method makes for a model of one number."""
         slots = ("payload", "apply", "restart", "weights")
         payload = method.payload(_one_number(method))
         return cls(
@@ -89,7 +89,7 @@ def part_sizes(payload: Payload) -> tuple[PartSize, ...]:
 
 
 def scalar_count(payload: Payload) -> int:
-    """With the weight of a worker, where some part is weighted."""
+    """The number of scalars, which includes the worker's weight if some part is weighted."""
     weighted = any(part.reduction == "weighted" for part in payload.parts)
     return len(payload.scalars) + weighted
 
@@ -117,15 +117,15 @@ def _one_number(method: Method) -> WorkerTensors:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What of a model travels."""
+    """The numbers of a model that are sent."""
 
-    parameters: int  # that are trained
-    tensors: int = 0  # they are in
-    buffers: int = 0  # numbers that its buffers become
+    parameters: int  # elements of the tensors that are trained
+    tensors: int = 0  # the number of these tensors
+    buffers: int = 0  # numbers that its buffers are encoded in
 
     @classmethod
     def of(cls, model: nn.Module, buffers: str = "average") -> "ModelSize":
-        """Of any model, also one on the meta device."""
+        """The sizes of any model, also of one on the meta device."""
         trained = [p for p in model.parameters() if p.requires_grad]
         kept = Buffers(model, buffers)
         return cls(
@@ -143,15 +143,15 @@ class PayloadSize:
     workers: int
     itemsize: int = 4
     bucket: int = 2**25  # elements that fit into one message
-    whole: bool = False  # a fragment travels in one message of any size
-    buffers: int = 0  # numbers that buffers become; they travel with the last fragment
-    tensors: int = 0  # of the model; each has a flag in the warm-up
-    scalars: int = 0  # of the method, in every sync
+    whole: bool = False  # is a fragment sent in one message of any size?
+    buffers: int = 0  # numbers that buffers are encoded in; they are sent with the last fragment
+    tensors: int = 0  # tensors of the model; each has a flag in the warm-up
+    scalars: int = 0  # scalars of the method, sent in every sync
     report: int = REPORT
     codec: Codec | None = None
-    displacement: bool = True  # does the displacement of the model travel?
+    displacement: bool = True  # is the displacement of the model sent?
     gathered: bool = False  # are all values gathered instead of averaged?
-    parts: Sequence[PartSize] = field(default_factory=tuple)  # what else travels
+    parts: Sequence[PartSize] = field(default_factory=tuple)  # the other parts that are sent
 
     @classmethod
     def of(
@@ -165,7 +165,7 @@ class PayloadSize:
         codec: Codec | None = None,
         whole: bool = False,
     ) -> "PayloadSize":
-        """Of a model in single precision, under the settings that an optimizer has by default."""
+        """The sizes for a model in single precision, under an optimizer's default settings."""
         return cls(
             fragments=[len(part) for part in split_evenly(model.parameters, fragments)],
             workers=workers,
@@ -174,14 +174,14 @@ class PayloadSize:
             tensors=model.tensors,
             scalars=method.scalars,
             codec=codec,
-            displacement=False,  # it is among the parts, where it travels
+            displacement=False,  # if it is sent, it is among the parts
             gathered=method.gathered,
             parts=method.parts,
         )
 
     @property
     def header(self) -> int:
-        """Numbers of the header."""
+        """The count of numbers in the header."""
         return self.report * self.workers
 
     def start(self) -> list[int]:
@@ -195,11 +195,11 @@ class PayloadSize:
         return [self._bytes(size, exact=size, codec=None) for size in sizes]
 
     def ddp(self) -> int:
-        """What a step of the warm-up hands over where a DistributedDataParallel averages."""
+        """The bytes that a step of the warm-up hands over if DistributedDataParallel averages."""
         return 0 if self.workers == 1 else sum(self.fragments) * self.itemsize
 
     def sync(self, fragment: int = 0, round: int = 0) -> list[int]:
-        """The messages of one sync."""
+        """The bytes of each message of one sync."""
         last = fragment == len(self.fragments) - 1
         tail = self.header + self.scalars + (self.buffers if last else 0)
         found = []
@@ -220,7 +220,7 @@ class PayloadSize:
         )
 
     def messages(self, fragment: int = 0, round: int = 0) -> list[Sent]:
-        """The messages of one sync, and how they travel."""
+        """The messages of one sync, and how they are reduced."""
         sizes = zip(self.sync(fragment, round), self._messages(fragment, round), strict=True)
         return [
             Sent(sent, gathered or (codec is not None and codec.gathered), codec is not None)
@@ -239,7 +239,8 @@ class PayloadSize:
         return found
 
     def _parts(self) -> list[PartSize]:
-        """In the order in which they travel: the displacement first unless it has a place."""
+        """The parts in the order in which they are sent: the displacement is the first one, unless
+        `parts` has it in another place."""
         placed = any(part.displacement for part in self.parts)
         first = [PartSize(displacement=True)] if self.displacement and not placed else []
         return [*first, *self.parts]
@@ -256,7 +257,8 @@ class PayloadSize:
 
 
 def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSize:
-    """The sizes of a worker's messages. `payload` is what its method sends; None: the default."""
+    """The sizes of a worker's messages. `payload` is its method's payload; None: the default
+    payload."""
     syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
     memory, guard = worker.warmup.memory, worker.warmup.guard
     payload = payload or Payload()
@@ -272,7 +274,7 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
         scalars=scalar_count(payload),
         report=guard.header.size // guard.workers,
         codec=None if syncer is None else syncer.codec,
-        displacement=False,  # it is among the parts, where it travels
+        displacement=False,  # if it is sent, it is among the parts
         gathered=worker.method.overrides("weights"),
         parts=part_sizes(payload),
     )

@@ -1,17 +1,19 @@
-"""How far it is: a bar on a terminal, a plain line now and then elsewhere, nothing when quiet."""
+"""Progress on stderr: a bar on a terminal, a line every few seconds in a file, nothing when
+quiet."""
 
 import shutil
 import sys
 import time
 from types import TracebackType
 
-FIRST_AFTER = 2.0  # seconds: what takes less says nothing
+FIRST_AFTER = 2.0  # seconds: nothing is shown for work that takes less
 LINE_EVERY, DRAW_EVERY = 15.0, 0.2  # seconds, in a file and on a terminal
 WIDTH = 30  # characters of the bar
 
 
 class ProgressBar:
-    """Progress of one thing, with rate and time left, on stderr. The bar is gone afterwards."""
+    """The progress of one piece of work, with rate and time left, on stderr. The bar is removed at
+    the end."""
 
     def __init__(
         self, what: str, total: int, *, start: int = 0, unit: str = "steps", quiet: bool = False
@@ -57,7 +59,7 @@ class ProgressBar:
             return
         filled = WIDTH * done // self._total if self._total else 0
         bar = "#" * filled + "." * (WIDTH - filled)
-        # A line that is folded could not be drawn over.
+        # The terminal wraps a line that is too long, and a wrapped line cannot be overwritten.
         text = f"{self._what} [{bar}] {figures}"[: shutil.get_terminal_size().columns - 1]
         print(f"\r{text:<{self._drawn}}", end="", file=sys.stderr, flush=True)
         self._drawn = len(text)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What the library, the simulator and the lab need to know of a method."""
+    """The facts about a method that the library, the simulator and the lab use."""
 
-    name: str  # on the command line and in files, the name of its module
-    title: str  # in tables and as a function of palsgd.methods
+    name: str  # name of its module, used on the command line and in files
+    title: str  # name in tables, and of its function in palsgd.methods
     method: type["Method"]
     summary: str  # one line
     colours: tuple[str, str]  # of its lines in figures, on light and on dark paper
@@ -27,7 +27,7 @@ class Row:
     rounds: bool = True  # False: gradients are averaged at every step
     baseline: bool = False  # are the others measured against it?
     fixed_outer: bool = False  # is the outer step part of the method, so that outer= is refused?
-    default: bool = False  # is it compared where nobody says which?
+    default: bool = False  # is it compared if no methods are named?
 
     def settings(self) -> list[str]:
         """The names of the method's own settings."""

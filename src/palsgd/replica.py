@@ -35,7 +35,7 @@ class Replica:
         ]
 
     def local(self) -> list[Tensor]:
-        """The local tensors; of sharded ones, looked up each time, as torch may replace them."""
+        """The local tensors. Shards are looked up at each call, as torch may replace them."""
         return [local_tensor(p) for p in self.params] if self.sharded else list(self.params)
 
     def check_unchanged(self) -> None:
@@ -52,7 +52,8 @@ class Replica:
         return [None if p.grad is None else local_tensor(p.grad) for p in self.params]
 
     def describe(self) -> str:
-        """The same text on every rank whose tensors go with ours: names, types, whole shapes."""
+        """Names, types and unsharded shapes of the tensors: a text that is equal on all ranks that
+        exchange with this one."""
         kinds = zip(self.names, self.params, strict=True)
         shapes = [f"{name}:{p.dtype}:{tuple(p.shape)}:{p.stride()}" for name, p in kinds]
         total = sum(p.numel() for p in self.params)
@@ -60,7 +61,8 @@ class Replica:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Without DistributedDataParallel and torch.compile around it, so that names agree."""
+    """The model inside DistributedDataParallel and torch.compile, so that names are the same with
+    and without them."""
     model = uncompiled(model)
     return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
 

@@ -1,7 +1,8 @@
-"""When things happen: the rounds, the steps that need a gradient, and what is due after a step.
+"""The clock of every action: the rounds, the steps that need a gradient, and what is due after a
+step.
 
 Everything here is a pure function of the settings and of facts about finished rounds. The worker,
-both simulators, the cluster model, forecasts and evaluation rules all ask this module.
+both simulators, the cluster model, forecasts and evaluation rules all use this module.
 """
 
 from bisect import bisect_right
@@ -31,8 +32,8 @@ def round_plan(
 ) -> list[bool]:
     """The steps of one round, in order: True for a mixing step, False for a gradient step.
 
-    The coins come from a counter-based generator keyed by the arguments alone, so nothing has
-    to be saved to resume, and any process can read any other worker's future.
+    The coins come from a counter-based generator keyed by the arguments alone, so nothing has to be
+    saved to resume, and any process can compute any other worker's plan.
 
     Args:
         seed: the run's seed.
@@ -41,8 +42,8 @@ def round_plan(
         sync_every: the number of steps of the round, H.
         mix_prob: the probability p of a mixing step.
         draws: "balanced", "independent" or "shared".
-        stops: offsets 0 < s < H at which workers meet within the round. With balanced draws all
-            workers take equally many gradients between two of them.
+        stops: offsets 0 < s < H within the round at which something is sent or applied. With
+            balanced draws all workers take equally many gradients between two stops.
         speeds: for draws that depend on measured speeds; these three do not.
 
     Raises:
@@ -75,9 +76,9 @@ def round_plan(
         return common.tolist()
     # Balanced. In a stretch of L steps `common` holds L i.i.d. coins, so their sum is
     # Binomial(L, p). Given the sum, the places of the heads among L i.i.d. coins are a uniform
-    # subset; each worker draws that subset for itself (the ranks of L uniforms). One worker alone
-    # therefore still sees i.i.d. Bernoulli(p) coins, while all workers share the number of mixing
-    # steps in every stretch.
+    # subset. Each worker draws its own subset (by the ranks of L uniforms). The coins of one worker
+    # are therefore i.i.d. Bernoulli(p), while all workers have the same number of mixing steps in
+    # every stretch.
     mixing, uniforms = np.zeros(steps, dtype=bool), _uniforms(seed, own, steps)
     for start, stop in bounds:
         places = np.argsort(uniforms[start:stop], kind="stable")[: common[start:stop].sum()]
@@ -100,8 +101,8 @@ def check_stops(stops: Sequence[int], steps: int) -> list[int]:
 
 
 def _uniforms(seed: int, stream: tuple[int, int], count: int) -> np.ndarray:
-    # Raw 64-bit words turned into doubles by hand: the words are fixed by the Philox
-    # specification, so hosts with other numpy releases draw the same plan.
+    # This function turns raw 64-bit words into doubles itself. The Philox specification fixes the
+    # words, so hosts with other numpy releases draw the same plan.
     words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53
 
@@ -111,8 +112,8 @@ def _coins(seed: int, stream: tuple[int, int], count: int, probability: float) -
 
 
 class Due(NamedTuple):
-    """What follows a step: "average" (gradients, in the warm-up), "send", "apply", or "sync",
-    which is both at once."""
+    """An action after a step: "average" (the gradients, in the warm-up), "send", "apply", or
+    "sync", which is "send" and "apply" at one clock."""
 
     kind: str
     fragment: int = 0
@@ -131,14 +132,14 @@ class Span(NamedTuple):
 class Schedule:
     """Rounds of H steps after a warm-up, in each of which every fragment is synced once.
 
-    Clocks count finished steps: what is due at clock c follows the step that ends there.
+    A clock counts finished steps. What is due at clock c follows the step that ends at c.
     """
 
     spans: tuple[Span, ...]
     warmup: float = 0  # steps of plain DDP before the first round; infinity: DDP throughout
     fragments: int = 1
-    end: int | None = None  # the clock at which training ends and nothing is left behind
-    settled: bool = True  # the last span goes on for ever; otherwise it has one round
+    end: int | None = None  # the clock at which training ends and every fragment is synced
+    settled: bool = True  # True: the last span has no end; False: it has one round
 
     @classmethod
     def fixed(
@@ -168,7 +169,8 @@ class Schedule:
         return self.spans[max(0, bisect_right(self.spans, clock, key=lambda s: s.start) - 1)]
 
     def place(self, clock: int) -> tuple[int, int]:
-        """Round and offset within it of the step that begins at this clock."""
+        """The round of the step that begins at this clock, and the offset of the step in that
+        round."""
         span = self.span(clock)
         rounds, offset = divmod(clock - span.start, span.length)
         return span.round + rounds, offset
@@ -177,11 +179,11 @@ class Schedule:
         return self.place(clock)[0]
 
     def round_start(self, clock: int) -> int:
-        """The clock at which the round of the step that begins here began."""
+        """The clock at which the round that contains the step from this clock on began."""
         return clock - self.place(clock)[1]
 
     def steps_of(self, round: int) -> range:
-        """The clocks at which the steps of a round begin, as far as training goes."""
+        """The clocks at which the steps of a round begin, up to the end of training."""
         at = max(0, bisect_right(self.spans, round, key=lambda s: s.round) - 1)
         span = self.spans[at]
         start = span.start + (round - span.round) * span.length
@@ -196,13 +198,15 @@ class Schedule:
         return replace(self, end=end)
 
     def restarted(self, clock: int, *, length: int, delay: int, settled: bool = True) -> "Schedule":
-        """From this clock, at which a round ends, rounds have another length."""
+        """A schedule whose rounds have another length from this clock on, at which a round ends."""
         span = Span(clock, self.round_of(clock - 1) + 1, length, delay)
-        kept = tuple(s for s in self.spans if s.start < clock)[-8:]  # older ones are over
+        # older spans are not needed any more
+        kept = tuple(s for s in self.spans if s.start < clock)[-8:]
         return replace(self, spans=(*kept, span), settled=settled)
 
     def lengthened(self, clock: int, round: int, length: int) -> "Schedule":
-        """The round that begins at this clock has that length; later ones are not known yet."""
+        """A schedule whose round from this clock on has this length; later lengths are not known
+        yet."""
         kept = tuple(s for s in self.spans if s.start < clock)[-8:]
         return replace(self, spans=(*kept, Span(clock, round, length, 0)), settled=False)
 
@@ -213,20 +217,20 @@ class Schedule:
         return _offsets(length, self.fragments)
 
     def stops(self, clock: int) -> tuple[int, ...]:
-        """Offsets 0 < s < H at which something is sent or applied in a round like this one."""
+        """Offsets 0 < s < H at which something is sent or applied in the round of this clock."""
         span = self.span(clock)
         return round_stops(span.length, self.fragments, span.delay)
 
     def sends(self, clock: int) -> list[int]:
-        """The fragments whose place in their round this clock is."""
+        """The fragments that are sent at this clock."""
         if clock <= self.warmup:
             return []
         span = self.span(clock - 1)
         offset = (clock - 1 - span.start) % span.length + 1
         return [f for f, at in enumerate(self.offsets(span.length)) if at == offset]
 
-    def lands(self, clock: int) -> list[int]:
-        """The fragments that were sent a delay ago, and not with the end of training."""
+    def applies(self, clock: int) -> list[int]:
+        """The fragments that were sent `delay` steps before this clock and are applied at it."""
         delays = {span.delay for span in self.spans if span.delay}
         return [
             fragment
@@ -243,12 +247,13 @@ class Schedule:
             return []
         if clock == self.end:
             return self._due_at_end(clock)
-        landing = [Due("apply", f) for f in self.lands(clock)]
+        applied = [Due("apply", f) for f in self.applies(clock)]
         kind = "send" if self.span(clock - 1).delay else "sync"
-        return landing + [Due(kind, f) for f in self.sends(clock)]
+        return applied + [Due(kind, f) for f in self.sends(clock)]
 
     def _due_at_end(self, clock: int) -> list[Due]:
-        """Nothing is left behind: what is under way is applied, then every fragment is synced."""
+        """At the end of training every pending fragment is applied, then every fragment is
+        synced."""
         delay = self.span(clock - 1).delay
         sent = [f for before in range(clock - delay, clock) for f in self.sends(before)]
         return [Due("apply", f) for f in sent] + [Due("sync", f) for f in range(self.fragments)]
@@ -263,15 +268,15 @@ class Schedule:
         return found if self.end is None or not clock < self.end < found else self.end
 
     def exchanges(self, end: int, start: int = 0) -> Iterator[tuple[int, list[Due]]]:
-        """Every clock behind `start` up to `end`, where training ends, at which something is due,
-        and what."""
+        """Every clock after `start` at which something is due, and what is due, up to `end`, where
+        training ends."""
         schedule, clock = self.with_end(end), start
         while clock < end:
             clock = schedule.next_due(clock)
             yield clock, schedule.due(clock)
 
     def changes_model(self, clock: int) -> bool:
-        """Is the global model another one after what is due at this clock?"""
+        """Does what is due at this clock change the global model?"""
         return any(due.kind != "send" for due in self.due(clock))
 
     def last_change(self, clock: int) -> int:
@@ -299,8 +304,8 @@ def _offsets(length: int, fragments: int) -> tuple[int, ...]:
 
 @lru_cache
 def round_stops(sync_every: int, fragments: int = 1, delay: int = 0) -> tuple[int, ...]:
-    """The steps inside a round after which a fragment is sent or a delayed one is applied. They
-    are the same in every round; the first one and the end of a run make no difference."""
+    """The steps inside a round after which a fragment is sent or a delayed one is applied. They are
+    the same in every round, also in the first one and at the end of a run."""
     sends = _offsets(sync_every, fragments)
-    lands = ((at + delay) % sync_every for at in sends)
-    return tuple(sorted({stop for stop in (*sends, *lands) if 0 < stop < sync_every}))
+    applies = ((at + delay) % sync_every for at in sends)
+    return tuple(sorted({stop for stop in (*sends, *applies) if 0 < stop < sync_every}))

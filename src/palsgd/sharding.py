@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a shard, recognised without importing what makes them.
+"""Recognises tensors of which every rank holds a shard, without importing their class.
 
 Importing torch.distributed.tensor takes a noticeable part of a second, and a program that has not
 imported it holds no DTensor.

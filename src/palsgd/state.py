@@ -1,7 +1,7 @@
-"""What an optimizer saves, so that training resumed mid-round goes on bit for bit.
+"""The saved state of an optimizer, from which training resumes bit for bit, also within a round.
 
-One table says what the state is: each field's name, whose it is, what it holds, and how it is read
-from an optimizer and put back. Draws need no state, as plans are pure.
+One table defines the state. For each field it has the name, the scope, the kind, and the functions
+that read the field from an optimizer and set it. Draws need no state, as plans are pure functions.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ VERSION = 2
 
 
 class Parts(NamedTuple):
-    """What a state is read from and put back into."""
+    """The objects that a state is read from and loaded into."""
 
     worker: Worker
     transport: Transport
@@ -72,7 +72,7 @@ def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
 
 
 def _check_schema(state: dict[str, Any]) -> None:
-    """Raise for what is no state of this release, before anything is changed."""
+    """Raise before anything is changed if `state` is no state of this release."""
     if "version" not in state:
         raise ValueError(
             f"the state has the fields {', '.join(map(str, state)) or 'of nothing'}, which are not "
@@ -127,7 +127,7 @@ def _save_progress(of: Parts) -> dict[str, Any]:
 
 
 def _load_progress(of: Parts, saved: dict[str, Any], strict: bool) -> None:
-    worker, saved = of.worker, deepcopy(saved)  # the worker writes into some of its lists
+    worker, saved = of.worker, deepcopy(saved)  # the worker changes some of these lists
     spans, measuring = saved.pop("spans"), saved.pop("measuring")
     costs = [Costs(**found) for found in saved.pop("costs")]
     saved["marks"] = [(steps, tuple(sums)) for steps, sums in saved["marks"]]
@@ -146,11 +146,11 @@ def _load_clock(of: Parts, saved: int, strict: bool) -> None:
 
 
 def _take_spans(of: Parts, spans: list[Span]) -> None:
-    """Rounds whose lengths were found while training."""
+    """Set the rounds whose lengths were chosen during training."""
     worker = of.worker
     settled = not worker.method.varies_length
     worker.schedule = replace(worker.schedule, spans=tuple(spans), settled=settled)
-    if settled:  # an interval rule chose it; a method that varies it goes on from what was given
+    if settled:  # An interval rule chose H. A method that varies H starts from the H it was given.
         worker.facts = replace(worker.facts, sync_every=spans[-1].length)
 
 
@@ -204,7 +204,7 @@ def _load_method(of: Parts, saved: dict[str, Any] | None, strict: bool) -> None:
     states, replica = worker.syncer.states, worker.inner.replica
     states.reset()
     if saved is None or not worker.at.has_anchor:
-        return  # they start anew at the switch
+        return  # the states start at zero when the local phase begins
     for kept, found in ((states.local, saved["local"]), (states.common, saved["global"])):
         for name in kept:
             if name in found:
@@ -225,7 +225,7 @@ def _save_outer(of: Parts) -> dict[str, Any] | None:
     if not worker.at.has_anchor:
         return None
     state = worker.syncer.outer.state_dict()
-    if worker.at.fragments > 1:  # of pieces, and nothing is sharded
+    if worker.at.fragments > 1:  # the parameters are pieces of tensors, and none is sharded
         return state
     state["state"] = {index: dict(entry) for index, entry in state["state"].items()}  # torch's own
     params = worker.inner.replica.params
@@ -241,7 +241,7 @@ def _load_outer(of: Parts, saved: dict[str, Any] | None, strict: bool) -> None:
     if outer is None:
         return
     if not of.worker.at.has_anchor or saved is None:
-        outer.state.clear()  # it starts empty at the switch
+        outer.state.clear()  # the outer state is empty when the local phase begins
         return
     own = [{k: v for k, v in group.items() if k != "params"} for group in outer.param_groups]
     outer.load_state_dict(_plain(saved))
@@ -295,8 +295,9 @@ def _rank(of: Parts) -> str:
 
 
 def _save_pending(of: Parts) -> dict[str, Any] | None:
-    """A sync that is under way is saved as arrived, so that a resumed run has nothing to wait
-    for. One that cannot arrive, since a peer is gone, is not in the state: its round is lost."""
+    """The pending sync, saved after its means have arrived, so that a resumed run need not wait for
+    them. If the means cannot arrive, because a peer is gone, the sync is not saved and its round is
+    lost."""
     syncer = of.worker._syncer
     pending = None if syncer is None else syncer.pending
     if syncer is None or pending is None:
@@ -357,7 +358,7 @@ def _cloned(tensor: Tensor | None) -> Tensor | None:
 
 
 def _like_shard(local: Tensor, param: Tensor) -> Tensor:
-    """`local` as the same shard of a whole that `param`'s local tensor is of its own."""
+    """`local` as a DTensor that is sharded as `param` is."""
     if not is_sharded(param):
         return local
     return type(param).from_local(
@@ -366,7 +367,7 @@ def _like_shard(local: Tensor, param: Tensor) -> Tensor:
 
 
 def _plain(state: Any) -> Any:
-    """Shards as plain tensors, for optimizers that work on those."""
+    """The state with plain tensors in place of shards, for optimizers of plain tensors."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     return local_tensor(state) if isinstance(state, Tensor) else state
@@ -384,7 +385,7 @@ def _load_ledger(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     of.worker.ledger.load(saved)
 
 
-# In the order in which they are loaded: settings are compared before anything changes, and torch
+# The fields are loaded in this order. The settings are compared before anything changes, and torch
 # compares the parameters when it loads the inner optimizer.
 SCHEMA = (
     Field(

@@ -1,4 +1,4 @@
-"""States that release 0.1.0 saved, in today's form."""
+"""Converts states that release 0.1.0 saved into the present schema."""
 
 import math
 import re
@@ -9,7 +9,8 @@ def converted(
     state: dict[str, Any], here: dict[str, Any], *, version: int, sync_every: int, groups: int
 ) -> dict[str, Any]:
     """A state that release 0.1.0 saved, as `version` of today's schema. `here` are the settings of
-    the optimizer that it is for, which has so many parameter groups and begins with that H."""
+    the optimizer that will load it. That optimizer has `groups` parameter groups, and `sync_every`
+    is the H of its first round."""
     counts, config, fragments = state["counts"], state["config"], state["config"]["fragments"]
     none = tuple([0.0] * groups)
     warmup = here["warmup_steps"]
@@ -20,7 +21,8 @@ def converted(
         spans.append((int(clock), round, counts["sync_every"], config["delay"]))
     return {
         "version": version,
-        # settings that 0.1.0 did not have, or did not give this method, are as they are here
+        # Settings that 0.1.0 did not have, or did not have for this method, are those of the
+        # optimizer.
         "config": {name: config.get(name, mine) for name, mine in here.items()},
         "progress": {
             "fragments": fragments,
@@ -45,35 +47,35 @@ def converted(
         "rank": {
             rank: {
                 "residues": own["residues"],
-                "pending": None if own["flight"] is None else _flight(own["flight"], none),
+                "pending": None if own["flight"] is None else _pending_sync(own["flight"], none),
             }
             for rank, own in state["own"].items()
         },
     }
 
 
-def _flight(flight: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
-    """A sync that was under way; its text names the round and the clock it was sent at."""
-    found = re.search(r"round (\d+) \(clock (\d+)\)", flight["where"])
-    round, clock = (int(n) for n in found.groups()) if found else (0, flight["due"])
+def _pending_sync(saved: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
+    """The pending sync of a saved state. Its text `where` has the round and clock of sending."""
+    found = re.search(r"round (\d+) \(clock (\d+)\)", saved["where"])
+    round, clock = (int(n) for n in found.groups()) if found else (0, saved["due"])
     return {
-        "at": (flight["fragment"], clock, round, flight["due"], 0, rate_sums, 0.0),
-        "finite": flight["finite"],
+        "at": (saved["fragment"], clock, round, saved["due"], 0, rate_sums, 0.0),
+        "finite": saved["finite"],
         "parts": [("model", "mean", True)],
         "messages": [
             {
-                "values": flight["values"],
-                "sent": flight["sent"],
+                "values": saved["values"],
+                "sent": saved["sent"],
                 "gather": False,
                 "rows": None,
-                "left": flight["left"],
+                "left": saved["left"],
             }
         ],
         "scalars": [],
-        "tail": flight["extras"],
-        "distance": flight["distance"],
+        "tail": saved["extras"],
+        "distance": saved["distance"],
         "sent": 0,
-        "arrived": flight["arrived"],
+        "arrived": saved["arrived"],
         "parked": False,
-        "local_when_sent": flight["departure"],
+        "local_when_sent": saved["departure"],
     }

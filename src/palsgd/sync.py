@@ -1,12 +1,12 @@
 """One synchronization: D = mean_k(x - x_k), x <- OuterOPT(x, D), x_k <- x.
 
-It is of the whole model, or of one fragment of it. `send` and `apply` are its halves; `sync` does
-both at one point of the clock. Other steps may lie between them (`delay`), and then the local
-model keeps what it has gained meanwhile: x_k <- x + (x_k - x_k when it was sent).
+A sync is of the whole model or of one fragment. Its two halves are `send` and `apply`; `sync` does
+both at one clock. With `delay`, steps lie between the halves, and the local model keeps its change
+since it was sent: x_k <- x + (x_k - x_k when it was sent).
 
-First come all messages, then all changes, so that a lost peer cannot leave half a sync behind. A
-worker that lost a peer after the second of five messages, had it applied them one by one, would
-hold two fifths of the new global model and three of the old.
+All messages are exchanged before the anchor is changed, so that the loss of a peer cannot leave a
+part of a sync applied. If a worker applied its messages one by one and lost a peer after the second
+of five, its anchor would be two fifths the new global model and three fifths the old one.
 """
 
 import math
@@ -36,11 +36,11 @@ from palsgd.tensors import Reduced, WorkerTensors
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message
 
-_WEIGHT = "weight of this worker"  # the scalar that weighted parts are divided by
+_WEIGHT = "weight of this worker"  # the scalar by whose mean weighted parts are divided
 
 
 class Moment(NamedTuple):
-    """When a sync is sent, and what its worker has done since the last one of this fragment."""
+    """When a sync is sent, and the worker's steps since the last sync of this fragment."""
 
     fragment: int
     clock: int
@@ -48,8 +48,8 @@ class Moment(NamedTuple):
     due: int  # the clock at which it is applied
     gradient_steps: int
     rate_sums: tuple[float, ...]  # of each parameter group
-    step_s: float  # seconds of a gradient step, while they are asked for
-    rates: tuple[float, ...] = ()  # of each parameter group, in the last step before it
+    step_s: float  # seconds of a gradient step while H is being measured, else 0
+    rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
 
 
 class SentPart(NamedTuple):
@@ -57,7 +57,7 @@ class SentPart(NamedTuple):
 
     name: str
     reduction: str
-    displacement: bool  # anchor minus local model, in the order of its bucket
+    displacement: bool  # is it the anchor minus the local model, in the order of its bucket?
 
 
 @dataclass
@@ -65,7 +65,7 @@ class PendingSync:
     """A fragment that has been sent and not yet applied."""
 
     at: Moment
-    finite: bool = True  # is this worker's model?
+    finite: bool = True  # is this worker's model finite?
     parts: list[SentPart] = field(default_factory=list)  # one for each message
     messages: list[Message] = field(default_factory=list)
     scalars: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class PendingSync:
     distance: float = 0.0
     sent: int = 0  # bytes
     arrived: bool = False
-    parked: bool = False  # do the means wait in the local model?
+    parked: bool = False  # are the means kept in the local model until the last one arrives?
     local_when_sent: Tensor | None = None  # None: the local model has not moved since
 
     @property
@@ -83,7 +83,7 @@ class PendingSync:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What the tail of the first message says: the sync may go ahead."""
+    """The contents of the first message's tail, after the checks of its header have passed."""
 
     verdict: Verdict
     numbers: Tensor  # the mean of buffers and scalars
@@ -91,7 +91,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A sync that is through."""
+    """The result of a completed sync."""
 
     at: Moment
     distance: float
@@ -123,11 +123,11 @@ class Syncer:
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
         self.codec = codec
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
-        self.pending: PendingSync | None = None  # the sync that is under way
-        # Means that arrived wait until the last message is in. They wait in the bucket if there is
-        # one bucket, otherwise in the local parameters, which are overwritten next anyway. Where
-        # the local model is of low precision, goes on meanwhile, or is read by the method's own
-        # rules, a fragment has one bucket of any size.
+        self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
+        # The means are kept until the last message has arrived. With one bucket they are kept in
+        # the bucket. With several they are kept in the local parameters, which the sync overwrites
+        # afterwards. A fragment has one bucket of any size if the local model has low precision, is
+        # trained before the means are applied, or is read by the method's own rules.
         low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
         self.rules, self.whole = rules, delayed or low or rules
@@ -135,7 +135,7 @@ class Syncer:
     # -- the two halves ------------------------------------------------------------------------
 
     def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send and apply at once."""
+        """Send a fragment and apply its mean at the same clock."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -152,15 +152,15 @@ class Syncer:
                     pending.parked = True
                     bucket.write(self.replica.local())
         except BaseException:
-            if pending.parked:  # the round is lost, never the global model
+            if pending.parked:  # the local progress of the round is lost, the global model is not
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
         return self._conclude(pending, arrival, start)
 
     def send(self, at: Moment) -> Generator[Request, int, None]:
-        """Send a fragment; `apply` waits for the answer. The buffer of its message is its own, as
-        the local model goes on meanwhile."""
+        """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
+        model is trained until then."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
@@ -171,7 +171,7 @@ class Syncer:
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
     def apply(self) -> Generator[Request, int, Outcome]:
-        """Apply the means that have come back."""
+        """Wait for the means of the pending sync and apply them."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -179,7 +179,7 @@ class Syncer:
             for message in pending.messages:
                 message.sent = yield Finish(message)
             pending.arrived = True
-        self.meter.exchange_s = time.perf_counter() - began  # only what the steps did not hide
+        self.meter.exchange_s = time.perf_counter() - began  # only the seconds in which no step ran
         arrival = self._check(pending)
         for message in pending.messages:
             self._count(pending, message, message.sent)
@@ -194,7 +194,8 @@ class Syncer:
     def _pack(
         self, pending: PendingSync, *, takes_sum: bool = False
     ) -> Iterator[tuple[Message, Bucket | None]]:
-        """The messages of a sync, each filled when it is asked for. The first has the tail."""
+        """The messages of a sync, each filled when the iterator reaches it. The first has the
+        tail."""
         self.replica.check_unchanged()
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
@@ -209,7 +210,7 @@ class Syncer:
                 squares, digest = squares + found.squares, found.digest
             if not pending.messages:
                 report = self._report(pending, parts, squares, digest)
-            if not pending.finite:  # some rank of this worker has seen inf or nan
+            if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
                 values.mul_(payload.weight)
@@ -230,7 +231,8 @@ class Syncer:
     def _values(
         self, at: Moment, parts: list[Part]
     ) -> Iterator[tuple[Part, Tensor, Bucket | None]]:
-        """The values of each message; of the displacement, the bucket that is to hold them."""
+        """The values of each message and, for the displacement, the bucket to be filled with
+        them."""
         for part in parts:
             if part.tensors is not None:
                 yield part, flattened(part.tensors, self.memory.template), None
@@ -242,11 +244,12 @@ class Syncer:
         return self.memory.buckets(self.anchor.ranges[fragment], whole=self.whole).ranges
 
     def _parks(self, fragment: int) -> bool:
-        """Does a fragment travel in several buckets, whose means wait in the local model?"""
+        """Is a fragment sent in several buckets, whose means are kept in the local model?"""
         return not self.whole and len(self.anchor.ranges[fragment]) > self.memory.bucket_size
 
     def _takes_sum(self, fragment: int) -> bool:
-        """Does the outer step divide the sum that comes back, which saves a pass over it?"""
+        """Does the outer step divide the sum of the displacements, which saves a pass over the
+        sum?"""
         alone = not self.rules and self.codec is None and not self._parks(fragment)
         return alone and self.replica.device.type == "cpu" and can_divide(self.outer)
 
@@ -261,8 +264,8 @@ class Syncer:
     def _report(
         self, pending: PendingSync, parts: list[Part], squares: Tensor, digest: int | None
     ) -> WorkerReport:
-        """This worker's part of the header. The norm of the displacement tells whether a model
-        that travels in one message is finite; otherwise every tensor is looked at."""
+        """This worker's part of the header. If the model is sent in one message, the norm of the
+        displacement shows whether it is finite; otherwise every tensor is read."""
         fragment = pending.at.fragment
         alone = len(self.anchor.ranges) == 1 and not self._parks(fragment)
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
@@ -281,8 +284,8 @@ class Syncer:
         return report
 
     def _tail(self, pending: PendingSync, payload: Payload, report: WorkerReport) -> Tensor:
-        """What all must know before anything is applied: the header, the buffers, which travel
-        with the last fragment, and the method's scalars."""
+        """The numbers that all workers need before anything is applied: the header, the buffers
+        (with the last fragment only), and the method's scalars."""
         like = self.memory.template
         sections = [self.guard.encode(report, like)]
         if self.buffers.averaged and self._ends_round(pending.at):
@@ -312,7 +315,7 @@ class Syncer:
     # -- what came back ------------------------------------------------------------------------
 
     def _check(self, pending: PendingSync) -> Arrival:
-        """Raise unless the sync may go ahead: every worker reads the reports of all."""
+        """Read the reports of all workers, and raise if they forbid the sync."""
         first, header = pending.messages[0], self.guard.header.size
         if first.gather:
             assert first.rows is not None
@@ -324,7 +327,8 @@ class Syncer:
         return Arrival(verdict, tail[header:])
 
     def _book_waiting(self, reports: list[WorkerReport]) -> None:
-        """A worker learns how long it waited in one sync from the reports in the next."""
+        """Add the seconds that this worker waited in the last sync, which the reports of this one
+        have."""
         ledger = self.meter.ledger
         if ledger.history:
             waited = waiting(reports, self.guard.worker)
@@ -333,7 +337,8 @@ class Syncer:
             ledger.sync_s -= waited
 
     def _rescale(self, message: Message, arrival: Arrival) -> None:
-        """Workers that were left out sent zeros."""
+        """Turn the mean over all workers into the mean over those that took part, as the others
+        sent zeros."""
         contributors = arrival.verdict.contributors
         if contributors < self.guard.workers and not message.gather:
             message.divide()
@@ -350,7 +355,8 @@ class Syncer:
     # -- the changes ---------------------------------------------------------------------------
 
     def _conclude(self, pending: PendingSync, arrival: Arrival, start: Any) -> Outcome:
-        """The one tail of a sync, plain or delayed: the global model, the local one, buffers."""
+        """Change the anchor, the local model and the buffers, in a plain sync as in a delayed
+        one."""
         at, verdict = pending.at, arrival.verdict
         scalars = self._scalars(pending, arrival)
         self._global_step(pending, scalars, verdict.contributors)
@@ -372,7 +378,8 @@ class Syncer:
     def _global_step(
         self, pending: PendingSync, scalars: dict[str, float], contributors: int
     ) -> None:
-        """Only this fragment's pieces have a gradient, and so only they move."""
+        """Change the anchor. Only this fragment's pieces have a gradient, so the outer step changes
+        only them."""
         at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0), contributors)
         params = self.anchor.outer_params[at.fragment]
         if any(p.name == "model" and p.reduction != "gather" for p in pending.parts):
@@ -385,7 +392,7 @@ class Syncer:
         finally:
             for param in params:
                 param.grad = None
-        if "inner" in vars(w):  # the method has looked at it
+        if "inner" in vars(w):  # the method has used it
             w.inner.put_back()
         self.states.keep_scalars(w)
 
@@ -398,7 +405,7 @@ class Syncer:
     def _reduced(
         self, pending: PendingSync, weight: float, contributors: int
     ) -> dict[str, list[Tensor]]:
-        """What came back, part by part, as tensors like the fragment's."""
+        """The reduced parts by name, as tensors of the fragment's shapes."""
         if pending.parked:
             return {pending.parts[0].name: self.view.local_pieces(pending.at.fragment)}
         found: dict[str, list[Tensor]] = {}
@@ -425,7 +432,7 @@ class Syncer:
         return weighted_sum(rows, check_weights(self.method, weights, len(rows), where))
 
     def _shaped(self, fragment: int, part: SentPart, values: Tensor) -> list[Tensor]:
-        """Flat values, or a row of them for each worker, as tensors like the fragment's."""
+        """Flat values, or a row of them for each worker, as tensors of the fragment's shapes."""
         if part.displacement and values.dim() > 1:
             rows = [self.view.pieces_in(fragment, row) for row in values]
             return [torch.stack(each) for each in zip(*rows, strict=True)]
@@ -434,7 +441,7 @@ class Syncer:
         return unflattened(values, self.anchor.pieces(fragment))
 
     def _restart(self, pending: PendingSync) -> None:
-        """What the local model becomes."""
+        """Set the local model after the anchor has changed."""
         fragment = pending.at.fragment
         if self.method.overrides("restart"):
             w = self._tensors(pending.at, lambda: self.view.local_pieces(fragment))
@@ -453,7 +460,8 @@ class Syncer:
         Bucket(self.replica.layout, low, shift).add(self.replica.local())
 
     def _start_over(self, round: int) -> None:
-        """A worker whose model was not finite goes on from the global one, all fragments of it."""
+        """Set all fragments of the local model of a worker that was not finite to the global
+        model."""
         self.anchor.copy_to_local()
         self.states.reset_local()
         w = self.view.whole(round=round)
@@ -473,7 +481,7 @@ class Syncer:
 
 
 def due_parts(method: Method, payload: Payload, round: int, w: WorkerTensors) -> list[Part]:
-    """The parts that travel with this round, checked."""
+    """The parts that are sent in this round, checked."""
     for part in payload.parts:
         _check_part(part, w)
     _check_once("parts called", [repr(part.name) for part in payload.parts])
@@ -530,19 +538,19 @@ def weighted_sum(rows: Tensor, weights: Mapping[int, float]) -> Tensor:
 
 
 def flattened(tensors: Any, like: Tensor) -> Tensor:
-    """Tensors end to end in a fresh flat buffer."""
+    """Tensors end to end in a new flat buffer."""
     return torch.cat([like, *(t.detach().reshape(-1).to(like.dtype) for t in tensors)])
 
 
 def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The inverse of `flattened`; axes before the last stay."""
+    """The inverse of `flattened`; axes before the last one are kept."""
     chunks = values.split([t.numel() for t in like], dim=-1)
     return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once and is inf or nan if any element is. It may also overflow on
-    # finite ones; only then is every element looked at.
+    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
+    # finite elements, so every element is checked if some norm is not finite.
     norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
     if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
         return True

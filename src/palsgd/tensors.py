@@ -1,4 +1,4 @@
-"""One worker's tensors as the rules of its method see them, and the arithmetic rules share."""
+"""The tensors that the rules of a method work on, and the arithmetic that rules share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,27 +8,28 @@ from torch import Tensor
 
 from palsgd.method import Rate
 
-# What rules find in `w` beside its functions: names that no state of a method may have.
+# The attributes of `w` beside its functions. No state of a method may have one of these names.
 RESERVED = frozenset(
     ["local", "anchor", "grad", "groups", "inner", "rates", "initial_rates", "rate_sums"]
 ) | {"gradient_steps", "worker", "workers", "round"}
 
 
 class WorkerTensors:
-    """What the slots of a `Method` work on, called `w` there.
+    """The tensors that the slots of a `Method` work on, called `w` there.
 
     Every attribute is a list of tensors, the same tensor of the model at the same index, unless
-    said otherwise. Stacked workers have a leading worker axis; the anchor and global states, which
-    are common, have none and broadcast. Attributes are looked up when they are first used.
+    said otherwise. Tensors of stacked workers have a leading worker axis. The anchor and the global
+    states are common to all workers, so they have no such axis and broadcast. Attributes are looked
+    up when they are first used.
 
     Attributes:
         local: the local model; in `apply`, as it was when it was sent.
         anchor: the last global model, in full precision.
         grad: the gradients, in `before_gradient` only.
         groups: for each parameter group, the indices of its tensors.
-        inner: `inner[name]` are the inner optimizer's tensors of that name, none if it has none.
-        gradient_steps: gradient steps since these tensors were last synced, a number; at a sync
-            only, as the next two.
+        inner: `inner[name]` is the list of the inner optimizer's tensors of that name, or empty.
+        gradient_steps: the number of gradient steps since these tensors' last sync. It exists at a
+            sync only, and so do `rate_sums` and `rates`.
         rate_sums: for each tensor, the sum of the (divided) learning rates of those steps.
         rates: for each tensor, the (undivided) learning rate of the last step before the sync,
             which all workers have in common.
@@ -58,7 +59,7 @@ class WorkerTensors:
     def mix_group(self, group: int, weight: Rate) -> None:
         """Pull the local tensors of a parameter group towards the anchor, in place:
         x <- x + weight (anchor - x)."""
-        rows = vars(self).get("_mix_rows")  # stacked workers need no copies
+        rows = vars(self).get("_mix_rows")  # of stacked workers: it mixes their rows without copies
         if rows is None or "local" in vars(self):
             mix_(*self.group(group), weight)
         else:
@@ -73,16 +74,16 @@ class WorkerTensors:
         return found
 
     def norm(self, tensors: Sequence[Tensor]) -> Any:
-        """The norm of tensors like the model: a float, or one entry per stacked worker. The
-        shards of a worker count together."""
+        """The norm of tensors like the model: a float, or one entry per stacked worker. For a
+        sharded worker it is the norm over all shards."""
         return self._norm(tensors)
 
 
 class Reduced:
-    """What came back from a sync: `reduced[name]` is a list of tensors, by the part's name.
+    """The reduced payload of a sync: `reduced[name]` is the list of tensors of the part `name`.
 
-    Parts that are gathered have a leading axis of all workers, with zeros for one that was left
-    out. A part with a period of its own is missing in the rounds it does not travel with.
+    A part that is gathered has a leading axis over all workers, with zeros for a worker that was
+    left out. A part is missing in the rounds in which it is not sent.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Reduced:
         return name in self._parts
 
 
-_LARGE = 1 << 20  # a tensor of so many elements gets a kernel of its own; smaller ones share one
+_LARGE = 1 << 20  # a tensor of so many elements has its own kernel; smaller ones share one
 
 
 def mix_(local: Sequence[Tensor], anchor: Sequence[Tensor], weight: Rate) -> None:
@@ -108,7 +109,7 @@ def mix_(local: Sequence[Tensor], anchor: Sequence[Tensor], weight: Rate) -> Non
         return
     small_local, small_anchor = [], []
     for x, a in zip(local, anchor, strict=True):
-        if x.dtype != a.dtype:  # a low-precision model meets its anchor in the anchor's precision
+        if x.dtype != a.dtype:  # a low-precision model is mixed in the anchor's precision
             x.copy_(torch.lerp(x.to(a.dtype), a, weight))
         elif x.numel() >= _LARGE:
             x.lerp_(a, weight)
@@ -120,7 +121,8 @@ def mix_(local: Sequence[Tensor], anchor: Sequence[Tensor], weight: Rate) -> Non
 
 
 def column(value: Any, like: Tensor, dtype: torch.dtype | None = None) -> Any:
-    """One value per stacked worker, shaped to multiply `like`; a plain number as it is."""
+    """One value per stacked worker, shaped to multiply `like`; a plain number is returned
+    unchanged."""
     if not isinstance(value, Tensor):
         return value
     moved = value.to(like.device, dtype or like.dtype, non_blocking=True)
@@ -128,7 +130,7 @@ def column(value: Any, like: Tensor, dtype: torch.dtype | None = None) -> Any:
 
 
 def bounds(value: Rate) -> tuple[float, float]:
-    """The smallest and the largest entry; of a plain number, itself."""
+    """The smallest and the largest entry of a tensor; for a plain number, that number twice."""
     if isinstance(value, Tensor):
         return float(value.min()), float(value.max())
     return float(value), float(value)

@@ -53,7 +53,8 @@ def _time(name: str, found: Any, value: float | str, unit: str, *, zero: bool) -
 
 
 def _scaled(name: str, value: float | str, units: Mapping[str, float], what: str) -> Any:
-    """Text as a number of the unit whose factor is 1; what is no text stays what it is."""
+    """Text as a number of the unit whose factor is 1; a value that is no text is returned
+    unchanged."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(_NUMBER + r"([a-zA-Z]*)", value.strip())

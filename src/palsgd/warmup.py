@@ -1,4 +1,5 @@
-"""The warm-up phase: plain DDP. Who averages the gradients, and how that is switched off."""
+"""The warm-up phase, which is plain DDP: what averages the gradients, and how it is switched
+off."""
 
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -26,7 +27,7 @@ class GradientSync(Protocol):
 
 
 class InStep:
-    """A plain module: `step()` averages in buckets, after backward."""
+    """For a plain module: `step()` averages the gradients in buckets after backward."""
 
     in_step = True
 
@@ -35,7 +36,7 @@ class InStep:
 
 
 class Wrapped:
-    """The user's DistributedDataParallel averages during backward, overlapped with it."""
+    """For a DistributedDataParallel, which averages the gradients during backward."""
 
     in_step = False
 
@@ -43,14 +44,14 @@ class Wrapped:
         self._model = model
 
     def switch(self, *, on: bool) -> None:
-        # What DDP.no_sync() sets, for good. The second flag stops the broadcast of buffers that
-        # the next forward would still do.
+        # DDP.no_sync() sets the first flag for a with block; here it stays set. The second flag
+        # stops the broadcast of buffers in the next forward.
         self._model.require_backward_grad_sync = on
         self._model.require_forward_param_sync = on
 
 
 class Hybrid:
-    """HSDP: fully_shard over a 2-D mesh all-reduces over the replica axis during backward."""
+    """For HSDP: fully_shard over a 2-D mesh all-reduces over the replica axis during backward."""
 
     in_step = False
 
@@ -58,9 +59,9 @@ class Hybrid:
         self._meshes = list(_replicated_meshes(model))
 
     def switch(self, *, on: bool) -> None:
-        # set_requires_all_reduce(False) will not do: it holds gradients back for a later
+        # set_requires_all_reduce(False) is not enough, as it keeps gradients for a later
         # all-reduce. A group whose mesh info is that of plain FSDP reduce-scatters inside the
-        # replica, divides by the number of shards, and hands the gradient over.
+        # replica, divides by the number of shards, and sets the gradient.
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
         for info in self._meshes:
@@ -94,7 +95,7 @@ def _replicated_meshes(model: nn.Module) -> Iterator[object]:
 
 
 class Warmup:
-    """Plain DDP: gradients are averaged during backward, or inside `step()` where nobody does."""
+    """Plain DDP: gradients are averaged during backward or, for a plain module, inside `step()`."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Warmup:
         self.gradient_sync = gradient_sync
         self._replica, self.memory, self.guard = replica, memory, guard
         self.buffers, self._meter = buffers, meter
-        self.compared = False  # have all workers shown that they begin with the same model?
+        self.compared = False  # have the workers compared their initial models?
 
     @property
     def template(self) -> Tensor:
@@ -124,8 +125,8 @@ class Warmup:
         self.gradient_sync.switch(on=on)
 
     def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, None]:
-        """Replace each gradient by its mean. A worker without one counts as zero, as in DDP; a
-        parameter without one on any worker keeps none."""
+        """Replace each gradient by its mean. A worker without a gradient counts as zero, as in DDP.
+        A parameter that has no gradient on any worker keeps none."""
         replica, like = self._replica, self.memory.template
         buckets = self.memory.buckets(self.memory.model)
         sections = [
@@ -152,8 +153,8 @@ class Warmup:
         self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
 
     def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
-        """Before the first step nobody else compares plain modules, so the header does. Later it
-        travels empty: a step costs the same bytes whether training was resumed or not."""
+        """In the first step the header has a digest of the model, as nothing else compares plain
+        modules. Later the digest is 0, so that every step sends the same number of bytes."""
         if self.compared:
             return WorkerReport(0, True, 0.0)
         own = clock
@@ -166,7 +167,8 @@ class Warmup:
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:
-    """A gradient for each parameter that has one on another worker: `shares` of them do."""
+    """Make a gradient of zeros for each parameter that has one on another worker only. `shares` has
+    the share of workers with a gradient, for each parameter."""
     for param, share in zip(params, shares, strict=True):
         if share > 0 and param.grad is None:
             param.grad = torch.zeros_like(param)

@@ -1,9 +1,9 @@
 """One worker's steps, as a generator that yields whenever something must be exchanged.
 
-`Worker` sends nothing. Whoever drives it does what a yielded request asks for and resumes it with
-the number of bytes handed over: `opt.step()` through a transport, the simulator with its other
-workers. What happens when is the schedule's matter, what a step does the method's, what a sync
-does the syncer's.
+`Worker` sends nothing. Its caller does what a yielded request asks for, and resumes the generator
+with the number of bytes handed over: `opt.step()` uses a transport, the simulator exchanges with
+its other workers. The schedule decides when something happens, the method what a step does, and the
+syncer what a sync does.
 """
 
 import math
@@ -32,20 +32,22 @@ Exchange = Generator[Request, int, None]
 
 @dataclass
 class Progress:
-    """How far a worker is. All of it is saved."""
+    """The progress of a worker. All fields are saved."""
 
     fragments: int = 1
     clock: int = 0  # steps so far, steps without data included
     gradient_steps: int = 0
     rounds: int = 0  # completed, each with its sync
     epoch: int = 0  # passes over the data that until() has begun, less one
-    synced: bool = False  # was the last thing that happened a sync?
+    synced: bool = False  # was the last action a sync?
     has_anchor: bool = False  # has the local phase begun?
     sent_at: list[int] = field(default_factory=list)  # the clock of each fragment's last sync
-    last_record: tuple[int, int, int] = (0, 0, 0)  # clock, gradient and mixing steps then
+    # clock, gradient steps and mixing steps at the last entry of the ledger's history
+    last_record: tuple[int, int, int] = (0, 0, 0)
     rates: list[float] = field(default_factory=list)  # of each parameter group, in the last step
     rate_sums: list[float] = field(default_factory=list)  # of each parameter group, so far
-    marks: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)  # by fragment: then
+    # gradient_steps and rate_sums at the last sync of each fragment
+    marks: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
     scalars: dict[str, float] = field(default_factory=dict)  # the method's, from the last sync
 
     def __post_init__(self) -> None:
@@ -75,7 +77,7 @@ class Worker:
         self.at.rate_sums = [0.0] * len(inner.optimizer.param_groups)
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
-        self._plain_until = -1  # gradient steps that begin before this clock have nothing around
+        self._plain_until = -1  # nothing is due around gradient steps that begin before this clock
 
     @property
     def syncer(self) -> Syncer:
@@ -101,8 +103,9 @@ class Worker:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self) -> Exchange:
-        """Take the gradient at hand, then every step up to the next one that needs a gradient."""
-        if self._at_end():  # somebody goes on training: this was not the end
+        """Take a step with the present gradient, then every step up to the next one that needs a
+        gradient."""
+        if self._at_end():  # training goes on after its end, so the end is removed
             self.end_at(None)
         if self.warming_up:
             yield from self._warmup_step()
@@ -118,7 +121,7 @@ class Worker:
         self._look_ahead()
 
     def plain_step(self) -> bool:
-        """Take the gradient at hand if nothing else is to be done before or after it."""
+        """Take a step with the present gradient if nothing else is due before or after it."""
         if self.at.clock >= self._plain_until:
             return False
         self.at.synced = False
@@ -127,16 +130,16 @@ class Worker:
         return True
 
     def prepare(self) -> Exchange:
-        """Do everything that must happen before the next gradient is computed: repeat a failed
-        sync, take the anchor after the warm-up, run rounds without gradients (their syncs change
-        the model)."""
+        """Do everything that must precede the computation of the next gradient: repeat a failed
+        sync, set the anchor after the warm-up, and run rounds without gradients, as their syncs
+        change the model."""
         if self.at.has_anchor:
             yield from self._run_due()
         if self.warming_up or self._at_end():
             return
         if not self.at.has_anchor:
             yield from self._start_local_phase()
-        if self.leads:  # steps without data count at once: the anchor is elsewhere
+        if self.leads:  # steps without data change the model, as the anchor differs from it
             yield from self._to_next_gradient(None)
             return
         while not self._at_end() and self._mixing_run() == self._to_next_due():
@@ -144,9 +147,9 @@ class Worker:
             yield from self._run_due()
 
     def _to_next_gradient(self, rate: list[float] | None) -> Exchange:
-        """Steps without data, and the syncs between them; `rate` has the learning rates of the
-        gradient step before them, if one was just taken. Where a sync leaves the local model at
-        the anchor, stop after it, so that the clock is a multiple of H whenever `synced`."""
+        """Take steps without data, and the syncs between them. `rate` has the learning rates of the
+        gradient step that was just taken, if any. Stop after a sync that sets the local model to
+        the anchor, so that the clock is a multiple of H whenever `synced` is true."""
         while True:
             run = 0 if self._at_end() or self._due() else self._mixing_run()
             if run or rate is not None:
@@ -181,7 +184,7 @@ class Worker:
         self._tell(Averaged, bytes_sent=sent)
 
     def _start_local_phase(self) -> Exchange:
-        """The model becomes the anchor, once all workers have shown that theirs is the same."""
+        """Set the anchor to the model, after the workers have compared their models."""
         syncer, at = self.syncer, self.at
         syncer.anchor.set_from_local()
         syncer.buffers.set_from_local()
@@ -203,7 +206,7 @@ class Worker:
         self._extend_schedule()
 
     def _gradient_step(self, share: float) -> list[float]:
-        """The inner step with the gradient at hand. Returns the learning rates, undivided."""
+        """Take the inner step with the present gradient. Returns the learning rates, undivided."""
         self.inner.clip()
         if self.at.has_anchor and self.method.overrides("before_gradient"):
             self._before_gradient()
@@ -238,7 +241,7 @@ class Worker:
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
 
     def _tick_without_data(self, steps: int) -> list[list[float]]:
-        """Count steps without data; the learning rates at each of them."""
+        """Count steps without data. Returns the learning rates at each of them."""
         rates = []
         for _ in range(steps):
             self.at.rates = self.inner.rates()
@@ -248,8 +251,8 @@ class Worker:
         return rates
 
     def _tick_head(self) -> None:
-        """Steps without data at the head of a round: where the local model equals the anchor
-        nothing moves. Where it does not, `prepare` has run them."""
+        """Count the steps without data at the head of a round if the local model is equal to the
+        anchor, where they change nothing. Otherwise `prepare` has run them."""
         if not self.leads:
             self._tick_without_data(self._mixing_run())
 
@@ -260,7 +263,8 @@ class Worker:
     # -- the plan of a round -------------------------------------------------------------------
 
     def _look_ahead(self) -> None:
-        """Find the gradient steps that have nothing before, after or at the end of them."""
+        """Find the next gradient steps before and after which there is neither a step without data
+        nor anything due."""
         self._plain_until = -1
         clock = self.at.clock
         if not self.at.has_anchor or self.warming_up or self._at_end() or self._due():
@@ -271,7 +275,8 @@ class Worker:
         self._plain_until = clock + (plan.index(True) if True in plan else len(plan)) - 1
 
     def _mixing_run(self) -> int:
-        """How many steps without data come next, before a gradient step or something due."""
+        """The number of steps without data up to the next gradient step or the next clock at which
+        something is due."""
         round, start = self.schedule.place(self.at.clock)
         plan = self._round_plan(round)
         if not plan[start]:
@@ -307,7 +312,7 @@ class Worker:
         return plan
 
     def round_facts(self, clock: int) -> Facts:
-        """What all workers know of the round of this clock."""
+        """The facts of this clock's round that are equal on all workers."""
         return replace(
             self.facts,
             stops=self.schedule.stops(clock),
@@ -316,7 +321,7 @@ class Worker:
         )
 
     def _extend_schedule(self) -> None:
-        """A method whose rounds vary in length says how long the next one is."""
+        """Ask a method whose rounds vary in length for the length of the next round."""
         if self.method.varies_length:
             clock = self.at.clock
             number = self.at.rounds
@@ -335,15 +340,15 @@ class Worker:
         return self.at.clock == self.schedule.end
 
     def _asked(self) -> tuple[list[Due], int]:
-        """What the schedule says is due now, and when something is due next. It is asked once for
-        each point of the clock, as one step looks several times."""
+        """What is due at this clock, and the next clock at which something is due. The schedule is
+        asked once for each clock, as one step needs the answer several times."""
         key = (self.schedule, self.at.clock)
         if self._answer[0] is not key[0] or self._answer[1] != key[1]:
             self._answer = (*key, self.schedule.due(key[1]), self.schedule.next_due(key[1]))
         return self._answer[2:]
 
     def _due(self) -> list[Due]:
-        """What belongs to this point of the clock and has not been done."""
+        """What is due at this clock and has not been done yet."""
         if not self.at.has_anchor:
             return []
         clock, pending = self.at.clock, self.syncer.pending
@@ -357,7 +362,7 @@ class Worker:
         ]
 
     def _run_due(self) -> Exchange:
-        """Everything that is due at this point of the clock."""
+        """Do everything that is due at this clock."""
         due = self._due()
         if not due:
             return
@@ -413,7 +418,8 @@ class Worker:
             self._extend_schedule()
 
     def _choose_interval(self, outcome: Outcome) -> None:
-        """While H is being measured: note what this sync cost; after some rounds, choose."""
+        """While H is being measured, keep the costs of this sync; after the last measured round,
+        choose H."""
         interval = self.interval
         if interval is None:
             return
@@ -496,7 +502,7 @@ class Worker:
         syncer.buffers.copy_to_local()
 
     def average_buffers(self) -> Exchange:
-        """Buffers that were just recomputed become the global model's."""
+        """Average the recomputed buffers over the workers into the global model's buffers."""
         buffers, workers = self.warmup.buffers, self.facts.workers
         values = buffers.encode(self.number, self.warmup.template)
         self._count_message((yield Message(values)))
@@ -527,8 +533,8 @@ class Worker:
     def passed(
         self, clock: int, *, rates: list[list[float]], last: list[float], mixing_steps: int
     ) -> None:
-        """Steps up to this clock were taken; `rates` has the divided rates of each gradient, and
-        `last` the undivided ones of the last step, with a gradient or without."""
+        """Count the steps up to this clock. `rates` has the divided learning rates of each gradient
+        step. `last` has the undivided rates of the last step, with a gradient or without."""
         at = self.at
         at.clock, at.synced, at.rates = clock, False, list(last)
         at.gradient_steps += len(rates)
@@ -537,7 +543,7 @@ class Worker:
         self.ledger.mixing_steps += mixing_steps
 
     def run_due(self) -> Exchange:
-        """Everything that is due at this point of the clock."""
+        """Do everything that is due at this clock."""
         yield from self._run_due()
 
     # -- from outside --------------------------------------------------------------------------
@@ -547,7 +553,7 @@ class Worker:
         self._plain_until = -1
 
     def resumed(self) -> None:
-        """Progress and schedule were set from a saved state."""
+        """Drop what was computed before progress and schedule were set from a saved state."""
         self._plan, self._plain_until = (-1, []), -1
         self.warmup.compared = False
         self.warmup.switch(on=self.warming_up)

@@ -197,7 +197,7 @@ def test_a_straggler_sets_the_pace_and_the_others_wait():
 
 def twin(place: Cluster, job: Work, steps: int, plan) -> float:
     """Tick by tick, worker by worker, in plain Python."""
-    at, flight, free = [0.0] * place.workers, None, 0.0
+    at, pending, free = [0.0] * place.workers, None, 0.0
     sends = [(f + 1) * job.sync_every // job.fragments for f in range(job.fragments)]
     costs = [
         place.network.all_reduce(sum(job.payload(place.workers).sync(f)))
@@ -209,13 +209,13 @@ def twin(place: Cluster, job: Work, steps: int, plan) -> float:
             slow = place.straggler if worker == place.workers - 1 else 1.0
             if not plan(worker, round)[tick]:
                 at[worker] += place.step * slow
-        if flight and clock in (flight[0], steps):
-            at, flight = [max(t, flight[1]) for t in at], None
+        if pending and clock in (pending[0], steps):
+            at, pending = [max(t, pending[1]) for t in at], None
         due = [f for f in range(job.fragments) if clock == steps or sends[f] == tick + 1]
         for fragment in due:
             free = max(free, *at) + costs[fragment]
             if job.delay and clock < steps:
-                flight = (clock + job.delay, free)
+                pending = (clock + job.delay, free)
             else:
                 at = [free] * place.workers
     return max(at)
@@ -301,7 +301,7 @@ class Stopping(Schedule):
 
 
 def stretches_of(counts, bounds, rounds, stops):
-    """Gradients by round, stretch and worker; workers meet at the stops."""
+    """Gradients by round, stretch and worker; stretches end at the stops."""
     when = type("Stopping", (Stopping,), {"within": tuple(stops)}).fixed(sync_every=bounds[-1])
     parts, length = list(itertools.pairwise(bounds)), bounds[-1]
     return np.array(

@@ -1,4 +1,4 @@
-"""A cluster nobody here may own: how fast its workers compute, and what joins them."""
+"""The description of a cluster: how fast its workers compute, and the links between them."""
 
 import inspect
 import math
@@ -24,19 +24,20 @@ class Cluster:
     Args:
         workers: how many there are.
         step: the mean time of a gradient step.
-        rate: of a worker's link, each way; of a node's, where workers share one.
-        latency: of that link, one way.
+        rate: the rate of a worker's link in each direction, or of a node's link if workers share
+            one.
+        latency: the latency of that link, one way.
         spread: how the time of a step varies: "constant", "lognormal" or "heavy-tail" (Pareto).
-        cv: of a lognormal spread, the standard deviation over the mean.
-        tail: of a heavy-tail spread, the index, above 1.
-        straggler: the last worker is so many times as slow.
+        cv: the standard deviation over the mean, for a lognormal spread.
+        tail: the index of a heavy-tail spread, above 1.
+        straggler: the factor on the time of a step of the last worker.
         per_node: workers that share a node and its link.
-        node_rate, node_latency: of the links between the workers of a node.
+        node_rate, node_latency: rate and latency of the links between the workers of a node.
         all_reduce: "ring", "tree", "two-level", "gloo" (its ring over TCP) or "auto", the cheapest
             of the first three.
-        overlap: the last part of a step behind which DDP hides its all-reduces; by default the
-            backward pass, two thirds of its arithmetic.
-        sync: what a worker does by itself at a sync: outer step, copies.
+        overlap: the share of a step, at its end, during which DDP's all-reduces run; by default the
+            backward pass, two thirds of the step's arithmetic.
+        sync: the time of a worker's own work at a sync: outer step, copies.
         mix: the time of a mixing step.
 
     Raises:
@@ -89,7 +90,8 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, *, workers: int) -> "Cluster":
-        """From "100mbit,20ms,step=50ms": rate and latency, then any other field by its name."""
+        """The cluster of a text such as "100mbit,20ms,step=50ms": rate and latency, then any other
+        field by its name."""
         given: dict[str, Any] = {"workers": workers}
         parts = [part.strip() for part in text.split(",")]
         for place, part in enumerate(parts):
@@ -105,7 +107,8 @@ class Cluster:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Cluster":
-        """From a mapping, as in a file; says which field is unknown or missing."""
+        """The cluster of a mapping, as in a file. The error for an unknown or missing field names
+        the field."""
         known = inspect.signature(cls).parameters
         for name in fields:
             check_choice("a field of the cluster", name, tuple(known))
@@ -148,9 +151,9 @@ class Cluster:
         until_s: float = math.inf,
         counts: Counts | None = None,
     ) -> Projection:
-        """The wall-clock time of `steps` steps of the clock, and where it goes. Spans of the
-        workers in `watched` are kept up to `until_s`. How many gradients the workers compute is
-        drawn, unless `counts` says."""
+        """The wall-clock time of `steps` steps of the clock, divided into computing, waiting and
+        exchanging. The timeline of the workers in `watched` is kept up to `until_s`. The numbers of
+        gradients are drawn, unless `counts` has them."""
         steps = check_int("steps", steps, least=1)
         machine = TimeSimulation(
             self,

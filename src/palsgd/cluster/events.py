@@ -1,8 +1,8 @@
-"""A discrete-event simulation of the workers' clocks.
+"""A discrete-event simulation of the wall-clock time of the workers.
 
-The state is one number per worker, the instant at which it reaches the clock's present step; it is
-moved from event to event: an exchange is begun, an exchange is used, training ends. Between two
-events workers do not meet, so each just adds the seconds of its own gradient steps.
+The state is one number per worker: the instant at which the worker reaches the present clock. The
+events are: an exchange begins, a worker waits for the mean of an exchange, training ends. Between
+two events no worker waits for another, so each adds the seconds of its own steps.
 """
 
 import math
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Flight:
-    """An exchange that has begun: all are there at `start`, and have the mean at `end`."""
+class PendingExchange:
+    """An exchange that has begun. All workers have begun it at `start`, and have the mean at
+    `end`."""
 
     start: float
     end: float
@@ -31,17 +32,20 @@ class Flight:
 
 @dataclass
 class Projection:
-    """What a run comes to on a cluster. Seconds but for `time_s` are means over the workers."""
+    """The time and bytes of a run on a cluster. All seconds except `time_s` are means over the
+    workers."""
 
-    clocks: list[int] = field(default_factory=list)  # at which an exchange was used
-    times: list[float] = field(default_factory=list)  # when the last worker went on from there
+    # the clocks at which the mean of an exchange was applied
+    clocks: list[int] = field(default_factory=list)
+    # the instants at which the last worker had applied it
+    times: list[float] = field(default_factory=list)
     compute_s: float = 0.0
-    wait_s: float = 0.0  # for slower workers
-    exchange_s: float = 0.0  # that no computation hid, with each worker's own part of a sync
-    bytes_sent: int = 0  # that each worker hands over
-    bytes_on_the_wire: int = 0  # what the collectives make of them, of each worker
+    wait_s: float = 0.0  # waiting for slower workers
+    exchange_s: float = 0.0  # exchanges while no step ran, and each worker's own work at a sync
+    bytes_sent: int = 0  # bytes that each worker hands over
+    bytes_on_the_wire: int = 0  # bytes that the collectives send for them, per worker
     gradient_steps: float = 0.0  # mean over the workers
-    spans: list[dict[str, Any]] = field(default_factory=list)  # the timeline of some workers
+    spans: list[dict[str, Any]] = field(default_factory=list)  # the timeline of the watched workers
 
     @property
     def time_s(self) -> float:
@@ -60,8 +64,8 @@ class TimeSimulation:
         watched: Sequence[int] = (),
         until_s: float = math.inf,
     ):
-        """`counts` says how many gradients the workers compute; without, they are drawn. The
-        timeline is kept of the workers in `watched`, up to `until_s`."""
+        """`counts` has the numbers of gradients that the workers compute; None: they are drawn. The
+        timeline of the workers in `watched` is kept up to `until_s`."""
         draws, steps = (np.random.Generator(np.random.SFC64(s)) for s in _seeds(seed))
         self.cluster, self.work = cluster, work
         self.schedule = work.schedule.with_end(end)
@@ -73,14 +77,15 @@ class TimeSimulation:
         self._network, self._watched, self._until = cluster.network, list(watched), until_s
         self.clock, self.at = 0, np.zeros(cluster.workers)
         self._one_each = np.ones(cluster.workers, dtype=np.int64)
-        self._flights: list[Flight] = []  # in the order in which they began
+        self._pending: list[PendingExchange] = []  # in the order in which they began
         self._free = 0.0  # when the last exchange was over
         self._buckets = _Buckets(cluster, work)
         self.projection = Projection()
 
     def run_until(self, clock: int, schedule: Schedule | None = None) -> float:
-        """The instant at which all workers are past the step `clock` and what is due there. A
-        `schedule` replaces that of the work: rounds may have got other lengths meanwhile."""
+        """The instant at which all workers have finished the step that ends at `clock` and what is
+        due at `clock`. A `schedule` replaces that of the work, as the lengths of rounds may have
+        changed."""
         self.schedule = schedule or self.schedule
         while self.clock < clock:
             if self.schedule.warms_up(self.clock):
@@ -105,29 +110,30 @@ class TimeSimulation:
 
     def _do(self, due: Due) -> None:
         if due.kind != "apply":
-            self._flights.append(self._sent(due.fragment))
+            self._pending.append(self._sent(due.fragment))
         if due.kind != "send":
-            self._use(self._flights.pop(0))
+            self._use(self._pending.pop(0))
 
-    def _sent(self, fragment: int) -> Flight:
-        """Its messages follow one another, behind those of the exchange before."""
+    def _sent(self, fragment: int) -> PendingExchange:
+        """The exchange of a fragment. Its messages are sent one after another, after those of the
+        exchange before it."""
         round = self.schedule.round_of(self.clock - 1)
         start = end = max(float(self.at.max()), self._free)
         for message in self._payload.messages(fragment, round):
             end += self._network.seconds(message)
             self._count_bytes(message.bytes, gathered=message.gathered)
         self._free = end
-        return Flight(start, end)
+        return PendingExchange(start, end)
 
-    def _use(self, flight: Flight) -> None:
-        """Wait for the mean, if it is not there yet, and go on from it."""
-        met = np.maximum(self.at, flight.start)
-        done = np.maximum(met, flight.end)
+    def _use(self, exchange: PendingExchange) -> None:
+        """Wait until the mean has arrived, and apply it."""
+        begun = np.maximum(self.at, exchange.start)
+        done = np.maximum(begun, exchange.end)
         after = done + self.cluster.sync
-        self._note("wait", self.at, met)
-        self._note("sync", met, after)
-        self.projection.wait_s += float((met - self.at).mean())
-        self.projection.exchange_s += float((after - met).mean())
+        self._note("wait", self.at, begun)
+        self._note("sync", begun, after)
+        self.projection.wait_s += float((begun - self.at).mean())
+        self.projection.exchange_s += float((after - begun).mean())
         self.at = after
         self._record()
 
@@ -137,11 +143,11 @@ class TimeSimulation:
         took = self._compute.seconds(self._one_each)
         mean, slowest = float(took.mean()), float(took.max())
         exposed = self._buckets.exposed(slowest)
-        computed, met = self.at + took, self.at + slowest
+        computed, begun = self.at + took, self.at + slowest
         self._note("gradient", self.at, computed)
-        self._note("wait", computed, met)
-        self._note("sync", met, met + exposed)
-        self.at = met + exposed
+        self._note("wait", computed, begun)
+        self._note("sync", begun, begun + exposed)
+        self.at = begun + exposed
         self.clock += 1
         self.projection.compute_s += mean
         self.projection.wait_s += slowest - mean
@@ -171,18 +177,18 @@ class TimeSimulation:
 
 
 class _Buckets:
-    """How much of DDP's all-reduces the backward pass does not hide.
+    """The seconds of DDP's all-reduces after the end of the backward pass.
 
-    A step of c seconds makes its gradients in its last `overlap` share, evenly. A bucket is sent
-    when all workers have it (the slowest worker is the last with each of them) and the one before
-    is through, so the last is through at max_i(ready_i + seconds of the buckets from i on).
+    A step of c seconds computes its gradients at a constant rate during its last `overlap` share. A
+    bucket is sent when the slowest worker has computed it and the bucket before it has been sent.
+    So the last bucket has been sent at max_i(ready_i + seconds of the buckets from i on).
     """
 
     def __init__(self, cluster: "Cluster", work: Work):
         sizes = np.array(work.buckets(), dtype=float)
         costs = np.array([cluster.network.all_reduce(size) for size in sizes])
         ready = np.cumsum(sizes) / sizes.sum()
-        self._before_end = cluster.overlap * (1 - ready)  # in steps
+        self._before_end = cluster.overlap * (1 - ready)  # in units of a step's time
         self._from_here = np.cumsum(costs[::-1])[::-1]
 
     def exposed(self, seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""How many gradients each worker computes in a stretch of the clock."""
+"""The number of gradients that each worker computes between two clocks."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -12,23 +12,24 @@ from palsgd.schedule import Schedule
 
 class Counts(Protocol):
     def gradients(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
-        """Of each worker in the steps from the clock `start` to the clock `stop`, all of one round.
-        Called in the clock's order."""
+        """The number of gradients of each worker in the steps from clock `start` to clock `stop`,
+        which are all in one round. Calls must be in the order of the clock."""
         ...
 
 
 class Drawn:
-    """By the law of `palsgd.round_plan`, for any number of workers at once.
+    """Numbers drawn from the distribution of `palsgd.round_plan`, for any number of workers at
+    once.
 
-    Mixing steps among L i.i.d. coins are Binomial. Balanced draws have one such number for all
-    workers in each stretch between the stops of a round; given that number, the number in some
-    steps of the stretch is hypergeometric, for each worker by itself.
+    The number of mixing steps among L i.i.d. coins is binomial. Balanced draws have one such number
+    for all workers in each stretch between two stops of a round. Given that number, the number in
+    some steps of the stretch is hypergeometric and independent between workers.
     """
 
     def __init__(self, *, workers: int, mix_prob: float, draws: str, rng: "np.random.Generator"):
         self._workers, self._p, self._draws, self._rng = workers, mix_prob, draws, rng
         self._end = 0  # the clock at which the present stretch ends
-        self._left = np.zeros(workers, dtype=np.int64)  # mixing steps to come in it
+        self._left = np.zeros(workers, dtype=np.int64)  # mixing steps that remain in the stretch
 
     def gradients(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
         length = stop - start
@@ -45,7 +46,7 @@ class Drawn:
         return found
 
     def _mixing(self, schedule: Schedule, start: int, stop: int) -> np.ndarray:
-        """Balanced, in a part of one stretch."""
+        """The number of mixing steps in a part of one stretch, with balanced draws."""
         if start >= self._end:
             self._end = next(e for e in _edges(schedule, start) if e > start)
             self._left[:] = self._rng.binomial(self._end - start, self._p)
@@ -59,13 +60,13 @@ class Drawn:
 
 
 def _edges(schedule: Schedule, clock: int) -> list[int]:
-    """The clocks at which the stretches of the round of this step end."""
+    """The clocks at which the stretches of this clock's round end."""
     start = schedule.round_start(clock)
     return [start + stop for stop in (*schedule.stops(clock), schedule.length(clock))]
 
 
 class Expected:
-    """As many as on average, the same for all: what balanced draws come to over many rounds."""
+    """The mean number of gradients, the same for all workers."""
 
     def __init__(self, *, workers: int, mix_prob: float):
         self._workers, self._share = workers, 1 - mix_prob
@@ -75,7 +76,7 @@ class Expected:
 
 
 class Planned:
-    """As a method's plans say, worker by worker."""
+    """The number of gradients in a method's plan for each worker."""
 
     def __init__(self, method: Method, facts: Facts):
         self._method, self._facts = method, facts

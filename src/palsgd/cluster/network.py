@@ -1,6 +1,7 @@
-"""What an exchange costs on a network: seconds from when the last worker arrives.
+"""The seconds of an exchange on a network, counted from the instant at which the last worker begins
+it.
 
-`rate` is in bits per second and each direction, `latency` one way. A node holds `per_node`
+`rate` is in bits per second in each direction; `latency` is one way. A node holds `per_node`
 workers, joined by its inner links; the outer link is the node's, shared by its workers.
 """
 
@@ -11,8 +12,9 @@ from palsgd.payload import Sent
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo")
 
-# Payload of TCP over Ethernet: of each frame, beside which half an acknowledgement goes out for
-# what comes in, as in a ring all send and receive at once.
+# The share of payload in TCP over Ethernet: 1448 of the 1514 bytes of a frame. Half an
+# acknowledgement of 66 bytes is added per frame, as in a ring each worker sends and receives at
+# once.
 TCP_SHARE = 1448 / (1514 + 66 / 2)
 GLOO_SEGMENT = 2**20  # bytes: the longest piece that gloo's ring sends at once
 
@@ -32,13 +34,13 @@ class Network:
         return math.ceil(self.workers / self.per_node)
 
     def seconds(self, message: Sent) -> float:
-        """Of one message of a sync."""
+        """The seconds of one message of a sync."""
         if message.gathered:
             return self.gather(message.bytes)
         return self.coded(message.bytes) if message.coded else self.all_reduce(message.bytes)
 
     def all_reduce(self, size: float) -> float:
-        """Of `size` bytes."""
+        """The seconds of an all-reduce of `size` bytes."""
         if self.workers == 1:
             return 0.0
         if self.algorithm != "auto":
@@ -47,11 +49,12 @@ class Network:
         return min(_COSTS[name](self, size) for name in names)
 
     def coded(self, size: float) -> float:
-        """Of values that are coded into `size` bytes (palsgd.codecs): each worker sends every
-        other its chunk, all at once, and then the coded means go round a ring.
+        """The seconds of a mean of values that are coded into `size` bytes (palsgd.codecs). Each
+        worker sends every other worker its chunk, all at once, and then a ring gathers the coded
+        means.
 
-        The ring crosses a node's outer link once. The chunks of all its workers cross it side by
-        side, each for another worker, so there a node with many workers gains less.
+        The ring uses a node's outer link once. The chunks of all workers of the node share that
+        link, so a node with many workers saves less time in the first step.
         """
         K, inside = self.workers, min(self.workers, self.per_node)
         if K == 1:
@@ -59,24 +62,24 @@ class Network:
         rate, latency = self.weakest
         abroad = 8 * inside * size * (K - inside) / K / self.rate
         at_home = 8 * size * (inside - 1) / K / self.node_rate
-        if self.algorithm == "gloo":  # which asks for each chunk before it is sent
+        if self.algorithm == "gloo":  # gloo's receiver requests each chunk before it is sent
             return max(abroad, at_home) / TCP_SHARE + 2 * latency + gloo_phase(self, size)
         return max(abroad, at_home) + latency + (K - 1) * (8 * size / K / rate + latency)
 
     def gather(self, size: float) -> float:
-        """Of `size` bytes of every worker, which a ring brings to all others."""
+        """The seconds in which a ring sends `size` bytes of every worker to all others."""
         K = self.workers
         if K == 1:
             return 0.0
-        if self.algorithm == "gloo":  # in each of its hops a K-th of what it is given moves on
+        if self.algorithm == "gloo":  # each of gloo's hops sends a K-th of what it is given
             return gloo_phase(self, K * size)
         rate, latency = self.weakest
         return (K - 1) * (8 * size / rate + latency)
 
     @property
     def weakest(self) -> tuple[float, float]:
-        """Rate and latency of a ring over all workers: it crosses every kind of link, and in each
-        of its steps all wait for the slowest."""
+        """Rate and latency of a ring over all workers: those of the slowest link, as the ring uses
+        every kind of link and all workers wait for the slowest in each step."""
         if self.per_node == 1:
             return self.rate, self.latency
         if self.nodes == 1:
@@ -90,15 +93,16 @@ def ring(network: Network, size: float) -> float:
 
 
 def ring_hops(workers: int) -> int:
-    """K - 1 until every part is summed somewhere, and K - 1 more until it is known everywhere."""
+    """2 (K - 1): after K - 1 hops every part is summed on one worker, and after K - 1 more every
+    worker has every sum."""
     return 2 * (workers - 1)
 
 
 def ring_seconds(
     workers: int, size: float, rate: float, latency: float, messages: float = 1
 ) -> float:
-    """Of `messages` ring all-reduces of `size` bytes in all: a K-th of them moves in every hop, and
-    each message pays the latency of every hop."""
+    """The seconds of `messages` ring all-reduces of `size` bytes in total. A K-th of the bytes is
+    sent in every hop, and each message has the latency of every hop."""
     return ring_hops(workers) * (8 * size / workers / rate + messages * latency)
 
 
@@ -125,12 +129,12 @@ def gloo(network: Network, size: float) -> float:
 def gloo_phase(network: Network, size: float) -> float:
     """K-1 hops, in each of which a K-th of the data moves on.
 
-    gloo cuts that into S segments, at least two and none above 1 MiB, and a receiver asks for two
-    at a time: one of t seconds on the link is followed by the next but one not before it has
-    arrived and the request for that has come back, so that a pair takes 2t, or t and a round trip
-    where this is longer. A phase begins with a request and ends with an arrival. Between two
-    workers requests queue behind the data of the other direction, which there shares their
-    connection, and each pair but the first waits a latency more.
+    gloo cuts that K-th into S segments, at least two and none above 1 MiB. A receiver requests two
+    segments at a time. A segment takes t seconds on the link. Segment i + 2 is sent only after
+    segment i has arrived and the request for segment i + 2 has come back, so two segments take 2t,
+    or t plus a round trip if that is longer. A phase begins with a request and ends with an
+    arrival. With K = 2 requests wait behind the data of the other direction, which uses the same
+    connection, so each pair of segments except the first waits one latency more.
     """
     (rate, latency), hops = network.weakest, network.workers - 1
     chunk = size / network.workers

@@ -1,4 +1,4 @@
-"""How long gradients take: a law for one step, drawn anew for every worker and step."""
+"""The seconds of gradient steps, drawn from one distribution for every worker and step."""
 
 import math
 
@@ -11,8 +11,8 @@ BLOCK = 1 << 22  # draws held at once, so that 100,000 workers need megabytes
 class Compute:
     """Seconds of gradient steps for all workers.
 
-    Every step is drawn by itself: the sum over a round then has the right law whatever the number
-    of steps, and so has the slowest worker, which sets the pace.
+    Every step is drawn on its own. The sum over a round then has the right distribution for any
+    number of steps, and so has the time of the slowest worker, for which all others wait.
     """
 
     def __init__(
@@ -31,7 +31,8 @@ class Compute:
         self._sigma = math.sqrt(math.log1p(cv * cv))
 
     def seconds(self, steps: np.ndarray) -> np.ndarray:
-        """Of each worker, for so many gradient steps of its own; part of a step counts as such."""
+        """The seconds of each worker for its `steps` gradient steps. A fraction of a step takes
+        that fraction of a step's time."""
         total = steps * self.mean if self._spread == "constant" else self._sums(steps)
         total[-1] *= self.straggler
         return total
@@ -54,7 +55,7 @@ class Compute:
             drawn *= self._sigma
             drawn -= self._sigma**2 / 2
             scale = self.mean
-        else:  # Pareto: exp of an exponential, from a least time that gives the mean
+        else:  # Pareto: exp of an exponential, times the least time that gives the mean
             drawn = self._rng.standard_exponential(shape, dtype=np.float32)
             drawn /= self._tail
             scale = self.mean * (self._tail - 1) / self._tail

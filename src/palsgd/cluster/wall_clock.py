@@ -1,4 +1,4 @@
-"""A cluster attached to a simulation: when its exchanges would have been there."""
+"""The wall-clock times that the exchanges of a simulation would have on a cluster."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class WallClock:
-    """Follows one run: the work is what its optimizers are built to do, the gradients those of
-    their plans."""
+    """Follows one run. The work is that of the run's optimizer, and the numbers of gradients are
+    those of its plans."""
 
     def __init__(self, cluster: Cluster, *, steps: int, seed: int):
         self._cluster, self._steps, self._seed = cluster, steps, seed
@@ -26,19 +26,19 @@ class WallClock:
     def watching(
         self, build: Callable[[nn.Module], "LocalOptimizer"]
     ) -> Callable[[nn.Module], "LocalOptimizer"]:
-        """`build`, whose optimizers this looks at."""
+        """A function that calls `build` and keeps the optimizer that it returns."""
 
         def built(model: nn.Module) -> "LocalOptimizer":
             optimizer = build(model)
-            if hasattr(optimizer, "method"):  # else the engine will say what is wrong with it
+            if hasattr(optimizer, "method"):  # the engine raises an error for any other object
                 self._optimizer = optimizer
             return optimizer
 
         return built
 
     def seconds(self, clock: int) -> float:
-        """When the last worker is past this step and what is due there; never for an earlier step
-        than asked for before."""
+        """The instant at which the last worker has done everything that is due at `clock`. Calls
+        must be in the order of the clock."""
         optimizer = self._optimizer
         assert optimizer is not None
         if self._clockwork is None:

@@ -1,4 +1,4 @@
-"""A model and a method, as far as time is concerned."""
+"""The properties of a model and a method that determine the time of a run."""
 
 import math
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Work:
     compress: str | None = None
     delay: int = 0  # steps between the end of a round and the use of its mean
     fragments: int = 1
-    buffers: int = 0  # numbers that travel with the model
+    buffers: int = 0  # numbers that are sent with the model
     carries: MethodSize = field(default_factory=MethodSize)  # what the method sends at a sync
     gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
     bucket_mb: float = 25.0  # of DDP's all-reduces; torch's bucket_cap_mb
@@ -60,7 +60,7 @@ class Work:
 
     @classmethod
     def of(cls, optimizer: "LocalOptimizer") -> "Work":
-        """What a palsgd optimizer will do."""
+        """The work of a palsgd optimizer."""
         method, config = optimizer.method, optimizer.config
         model = ModelSize.of(optimizer.model, config["buffers"])
         return cls(
@@ -87,7 +87,7 @@ class Work:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """When it syncs."""
+        """The schedule of its rounds and syncs."""
         return Schedule.fixed(
             sync_every=self.sync_every,
             warmup=self.warmup_steps,
@@ -96,8 +96,9 @@ class Work:
         )
 
     def payload(self, workers: int) -> PayloadSize:
-        """What its syncs send. The buckets of a fragment, of 128 MiB each, count as one message:
-        what a further one adds, some latency, is little beside its transfer."""
+        """The sizes of what its syncs send. All buckets of a fragment, of 128 MiB each, count as
+        one message, as the latency of a further message is small against the time of its
+        transfer."""
         return PayloadSize.of(
             ModelSize(parameters=self.parameters, buffers=self.buffers),
             self.carries,
@@ -109,8 +110,8 @@ class Work:
         )
 
     def buckets(self) -> list[int]:
-        """Sizes of DDP's all-reduces in the order of the backward pass: torch's are about as long
-        as this, as whole tensors have to fit."""
+        """Sizes of DDP's all-reduces in the order of the backward pass. torch's sizes differ from
+        these a little, as a bucket holds whole tensors."""
         first = min(FIRST_BUCKET, self.gradient_size)
         size = int(self.bucket_mb * 2**20)
         full, rest = divmod(self.gradient_size - first, size)

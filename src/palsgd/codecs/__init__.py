@@ -1,4 +1,4 @@
-"""What travels instead of 32-bit floats, and the mean of messages that travel so."""
+"""Codecs: the codes that are sent instead of 32-bit floats, and the mean of coded messages."""
 
 from palsgd.codecs.codec import BLOCK, Codec
 from palsgd.codecs.coded_mean import CodedMean, GatheredMean, Residue, coded_mean, message_bytes

@@ -11,16 +11,17 @@ BLOCK = 256  # values that are coded together
 
 
 class Codec(ABC):
-    """A codec of one's own needs `encode` and `decode`; everything else has a default.
+    """A user's codec defines `encode` and `decode`; everything else has a default.
 
-    What a code loses is kept as a residue and added to the next message. A codec that loses much
-    of each value (top-k, signs) makes runs diverge unless it is `gathered` and its residue decays:
-    while a loss waits to be sent, every round adds it again, and then all of it is sent at once.
+    What a code loses is kept as a residue and added to the next message. A codec that loses much of
+    each value (top-k, signs) makes runs diverge unless it is `gathered` and its residue decays. As
+    long as a loss is not sent, the model does not move by it, so every round makes a similar
+    displacement and adds it to the residue again. Then all of the residue is sent at once.
 
     Attributes:
         name: what settings and states call it; by default the class's name in lower case.
-        gathered: False: a mean in two coded steps. True: a message is coded once, and every worker
-            gets every worker's codes.
+        gathered: False: the mean is computed in two coded steps. True: a message is coded once, and
+            every worker receives the codes of all workers.
         decay: the factor on the residue before it is added to the next message.
 
     Example:
@@ -45,8 +46,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, blocks: Tensor) -> Tensor:
-        """(n, 256) float32 -> (n, width) uint8, on the same device and in memory of their own;
-        `blocks` stay as they are."""
+        """(n, 256) float32 -> (n, width) uint8, on the same device and in new memory; `blocks` are
+        not changed."""
 
     @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
@@ -54,12 +55,12 @@ class Codec(ABC):
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The codec that `text` asks for, or None if it asks for none of this class."""
+        """The codec that `text` names, or None if `text` names no codec of this class."""
         return cls() if text == cls.name else None
 
     @cached_property
     def width(self) -> int:
-        """The bytes of a block."""
+        """The bytes of the code of one block."""
         return self.encode(torch.zeros(1, BLOCK)).shape[-1]
 
     @property
@@ -69,7 +70,7 @@ class Codec(ABC):
 
 
 def check_codec(codec: Codec) -> None:
-    """Raise unless encode and decode do to three blocks what the contract says."""
+    """Raise unless encode and decode meet the contract on three blocks."""
     blocks = torch.linspace(-1.0, 1.0, 3 * BLOCK).view(3, BLOCK)
     given = blocks.clone()
     codes = codec.encode(given)
@@ -110,5 +111,6 @@ def to_bytes(numbers: Tensor) -> Tensor:
 
 
 def to_numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `to_bytes`. A copy, since codes may begin where such a number may not."""
+    """The inverse of `to_bytes`. It copies, as codes may begin at an address where such a number
+    may not."""
     return torch.empty(codes.shape, dtype=torch.uint8, device=codes.device).copy_(codes).view(dtype)

@@ -1,15 +1,15 @@
 """The mean of coded messages, in one of two forms that the codec chooses.
 
-In two steps, as in a ring all-reduce (`CodedMean`): every worker sends each other worker that
-one's chunk, coded; each takes the mean of the chunks it got, in full precision, and sends that,
-coded again, to all. What a code loses is kept (`Residue`) and added to the next message: error
-feedback, on both steps.
+`CodedMean` has two steps, as a ring all-reduce has. First, chunk j of every worker's message is
+coded and sent to worker j. Second, worker j takes the mean of these chunks in full precision, codes
+the mean and sends it to all workers. What a code loses is kept (`Residue`) and added to the next
+message; this is error feedback, and both steps have it.
 
-Gathered (`GatheredMean`): every worker codes its message once and sends it to all, and each takes
-the mean of the decoded messages. There is one loss, and error feedback on it alone.
+`GatheredMean` has one step. Every worker codes its message once and sends it to all workers, and
+each worker takes the mean of the decoded messages. There is one loss, with error feedback.
 
-In both forms nothing but codes travels, apart from the last `exact` values of a message, and all
-workers compute the mean from the same bytes in the order of the workers, so all get the same bits.
+In both forms only codes are sent, apart from the last `exact` values of a message. All workers
+compute the mean from the same bytes in the order of the workers, so all get the same bits.
 """
 
 import math
@@ -26,14 +26,15 @@ from palsgd.codecs.codec import BLOCK, Codec, to_bytes, to_numbers
 
 @dataclass
 class Residue:
-    """What earlier messages left unsent: of this worker's own, and of the means it made."""
+    """What earlier messages left unsent: `own` of this worker's messages, `mean` of the means that
+    this worker coded."""
 
     own: Tensor
-    mean: Tensor  # empty where messages are gathered, since nobody codes a mean then
+    mean: Tensor  # empty if messages are gathered, as no worker codes a mean then
 
 
 class Exchanger(Protocol):
-    """What a coded mean needs of a transport."""
+    """The methods of a transport that a coded mean uses."""
 
     def scatter(self, rows: Tensor) -> Tensor: ...
 
@@ -43,11 +44,11 @@ class Exchanger(Protocol):
 def message_bytes(
     *, elements: int, exact: int, itemsize: int, codec: Codec | None, workers: int
 ) -> int:
-    """What one worker hands over for a message of `elements` values of `itemsize` bytes, the last
-    `exact` of which are not coded.
+    """The bytes that one worker hands over for a message of `elements` values of `itemsize` bytes,
+    the last `exact` of which are not coded.
 
-    A mean's bytes are counted once, although they travel in two steps. A gathered message's are
-    those of this worker's own, which every other worker receives.
+    The bytes of a mean are counted once, although they are sent in two steps. The bytes of a
+    gathered message are those of this worker's own codes, which every other worker receives.
     """
     if workers == 1:
         return 0
@@ -60,7 +61,8 @@ def message_bytes(
 
 
 def _blocks(elements: int, chunks: int) -> int:
-    """Blocks in each of so many equal chunks; never none, as a codec need not know what that is."""
+    """The number of blocks in each of `chunks` equal chunks. It is at least 1, as a codec need not
+    accept an empty tensor."""
     return max(1, math.ceil(elements / (chunks * BLOCK)))
 
 
@@ -72,26 +74,29 @@ def coded_mean(
 
 
 class Coded(ABC):
-    """What both forms share: a message in its two parts, and how they become bytes and back."""
+    """The code that both forms share: it turns the coded and the exact part of a message into bytes
+    and back."""
 
     def __init__(
         self, values: Tensor, exact: int, codec: Codec, residue: Residue | None, workers: int
     ):
         self._codec, self._workers, self._residue = codec, workers, residue
         self._payload, self._tail = values[: len(values) - exact], values[len(values) - exact :]
-        self.left = Residue(values[:0], values[:0])  # what this exchange leaves, when it is through
+        # what this exchange leaves unsent, set by the exchange
+        self.left = Residue(values[:0], values[:0])
 
     @abstractmethod
     def exchange(self, transport: Exchanger) -> None:
-        """Put the mean into place, by a transport."""
+        """Replace the values by the mean, through a transport."""
 
     @staticmethod
     @abstractmethod
     def in_memory(everyone: Sequence[Any]) -> None:
-        """Put the mean into the first one's place, from all workers' in their order."""
+        """Replace the first worker's values by the mean, from the messages of all workers in their
+        order."""
 
     def _coded(self, whole: Tensor, residue: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The codes of `whole` with what was left before; and what they leave, in its place."""
+        """The codes of `whole` plus the residue; and the new residue, in the memory of `whole`."""
         if residue is not None:
             decay = self._codec.decay
             whole += residue if decay == 1 else residue * decay
@@ -99,7 +104,7 @@ class Coded(ABC):
         return codes, whole.sub_(self._codec.decode(codes).reshape(-1))
 
     def _padded(self, blocks: int) -> Tensor:
-        """The payload as 32-bit floats, with zeros up to whole blocks."""
+        """The values to be coded as 32-bit floats, with zeros up to whole blocks."""
         whole = self._payload.new_zeros(blocks * BLOCK, dtype=torch.float32)
         whole[: len(self._payload)] = self._payload
         return whole
@@ -110,7 +115,8 @@ class Coded(ABC):
         return decoded, to_numbers(tail, self._tail.dtype)
 
     def _mean(self, rows: Tensor, tail_bytes: int) -> tuple[Tensor, Tensor]:
-        """Of decoded rows, in the order of the workers, so that any engine gets these bits."""
+        """The mean of the decoded rows, added in the order of the workers, so that every engine
+        gets the same bits."""
         total, tail = self._decoded(rows[0], tail_bytes)
         for row in rows[1:]:
             more, more_tail = self._decoded(row, tail_bytes)
@@ -144,7 +150,7 @@ class CodedMean(Coded):
         everyone[0].accept(means)
 
     def chunks(self) -> Tensor:
-        """What to send: one row of bytes for each worker."""
+        """The bytes to send: one row for each worker."""
         own = None if self._residue is None else self._residue.own
         codes, self.left.own = self._coded(self._padded(self._workers * self._rows), own)
         tail = self._tail.new_zeros(self._workers * self._tail_width // self._tail.itemsize)
@@ -154,20 +160,21 @@ class CodedMean(Coded):
         )
 
     def mean(self, received: Tensor) -> Tensor:
-        """The mean of one chunk, coded, from the rows that the workers sent of it."""
+        """The coded mean of this worker's chunk, from the rows that all workers sent."""
         whole, tail = self._mean(received, self._tail_width)
         before = None if self._residue is None else self._residue.mean
         codes, self.left.mean = self._coded(whole, before)
         return torch.cat([codes.reshape(-1), to_bytes(tail)])
 
     def accept(self, means: Tensor) -> None:
-        """Put the mean, from its rows in the order of the workers that made them, into place."""
+        """Replace the values by the mean, whose rows are in the order of the workers that made
+        them."""
         parts = [self._decoded(row, self._tail_width) for row in means]
         self._put(torch.cat([part for part, _ in parts]), torch.cat([tail for _, tail in parts]))
 
 
 class GatheredMean(Coded):
-    """The mean of one worker's `values` with those of the others, from everybody's codes."""
+    """The mean of one worker's `values` with those of the others, from the codes of all workers."""
 
     def exchange(self, transport: Exchanger) -> None:
         self.accept(transport.gather(self.row()))
@@ -177,11 +184,11 @@ class GatheredMean(Coded):
         everyone[0].accept(torch.stack([each.row() for each in everyone]))
 
     def row(self) -> Tensor:
-        """What to send to every worker."""
+        """The bytes to send to every worker."""
         own = None if self._residue is None else self._residue.own
         codes, self.left.own = self._coded(self._padded(_blocks(len(self._payload), 1)), own)
         return torch.cat([codes.reshape(-1), to_bytes(self._tail)])
 
     def accept(self, rows: Tensor) -> None:
-        """Put the mean of the workers' rows into place."""
+        """Replace the values by the mean of the workers' rows."""
         self._put(*self._mean(rows, self._tail.nbytes))

@@ -1,4 +1,4 @@
-"""Codes that are integer levels of a scale which travels with them."""
+"""Codes that are integers, sent with the scale by which they are multiplied."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ _PART = 64  # values of an int4 block that share a scale
 
 
 class Int8(Codec):
-    """Levels -127..127 of a scale per block."""
+    """Integers -127..127, with one scale per block."""
 
     width = BLOCK + 4
 
@@ -24,13 +24,13 @@ class Int8(Codec):
 
 
 class Int4(Codec):
-    """Levels -7..7, two in a byte, of a scale per 64 values."""
+    """Integers -7..7, two in a byte, with one scale per 64 values."""
 
     width = BLOCK // 2 + 2 * (BLOCK // _PART)
 
     def encode(self, blocks: Tensor) -> Tensor:
         parts = blocks.reshape(-1, _PART)
-        scale = _scale(parts, 7).bfloat16()  # rounded, so a level may come out as 7.03
+        scale = _scale(parts, 7).bfloat16()  # bf16 rounds the scale, so a quotient may be 7.03
         levels = (parts / scale).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
         pairs = levels.view(len(blocks), BLOCK // 2, 2)
         packed = pairs[..., 0] | (pairs[..., 1] << 4)
@@ -43,5 +43,5 @@ class Int4(Codec):
 
 
 def _scale(blocks: Tensor, levels: int) -> Tensor:
-    """Never zero, and never so small that a quotient by it overflows."""
+    """The scale of each row. It is never zero, nor so small that a division by it overflows."""
     return blocks.abs().amax(dim=1, keepdim=True).div_(levels).clamp_(min=1e-30)

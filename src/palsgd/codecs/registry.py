@@ -1,4 +1,4 @@
-"""The codecs that have a name."""
+"""The codecs by name."""
 
 from palsgd.codecs.codec import Codec, check_codec
 from palsgd.codecs.floating import Bf16

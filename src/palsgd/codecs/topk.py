@@ -1,4 +1,4 @@
-"""Codes that are the largest values alone."""
+"""Codes that hold the largest values of a block and their places."""
 
 from typing import Self
 
@@ -13,10 +13,10 @@ _SHARE = 1 / 32  # of the values that "topk" without a share sends
 class TopK(Codec):
     """The largest values of each block, by place (one byte) and value (bf16).
 
-    They are coded once and gathered, and the residue decays. A value waits about 1/share rounds
-    for its turn, and while it waits every round adds the same displacement to the residue again.
-    Two coded steps would put two such waits in series, and without decay the sum that is sent at
-    last moves the model much too far: runs diverge.
+    The values are coded once and gathered, and the residue decays. A value is sent about once in
+    1/share rounds. In each round between, a similar displacement is added to the residue again.
+    With two coded steps a value would wait twice, and without decay the sum that is sent at last
+    would move the model much too far: runs diverge.
     """
 
     gathered = True
@@ -38,7 +38,7 @@ class TopK(Codec):
             return None
         try:
             return cls(float(share or _SHARE))
-        except ValueError:  # no number, or no share: find_codec says what there is
+        except ValueError:  # no number, or no share; the error of find_codec lists the codecs
             return None
 
     def encode(self, blocks: Tensor) -> Tensor:

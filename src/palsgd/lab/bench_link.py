@@ -37,7 +37,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Of all workers: alike, but for the last one's where that is to be slow or lossy."""
+    """The links of all workers. They are equal, except the last worker's if it is to be slow or
+    lossy."""
 
     workers: int
     link: Link
@@ -143,7 +144,7 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
     ddp = next((r[key] for name, r in records.items() if is_baseline(name)), None)
     for record in records.values():
         record["speedup_over_ddp"] = ddp / record[key] if ddp else None
-        if projected:  # the counter of loopback is everybody's
+        if projected:  # loopback has one counter for all processes
             record |= {"kernel_bytes": None, "kernel_over_ring": None}
     return {
         "projected": projected,  # why, where times are no measurements
@@ -163,8 +164,8 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
 
 
 def figures(name: str, run: Record, links: list[Link]) -> Record:
-    """DDP's exchanges overlap its backward pass, so what they cost is what its steps took beyond
-    those of a model by itself; the other methods' ledgers know when they computed."""
+    """DDP's exchanges overlap its backward pass, so their cost is the time of its steps less that
+    of steps without exchanges. The ledgers of the other methods have the seconds of computing."""
     gradients = run["gradient_steps"]
     if not registry.row(name).rounds or gradients < 2:
         computing = run["compute_s"] * gradients
@@ -190,7 +191,7 @@ def figures(name: str, run: Record, links: list[Link]) -> Record:
 
 
 def tables(result: Record) -> list[Table | str]:
-    """For the terminal."""
+    """The tables and remarks that the terminal shows."""
     ring, workers = result["ring"], len(result["links"])
     size = formats.size(ring["bytes"])
     if result["projected"]:

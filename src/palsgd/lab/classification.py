@@ -15,8 +15,8 @@ Batch = tuple[Tensor, Tensor]  # images, labels
 
 class Classification(Workload):
     def inputs(self, images: Tensor) -> Tensor:
-        """What the model sees of the images in a batch. Part of the loss, not of the batch: a
-        stacked program then does it once for all workers."""
+        """The model's inputs from the images of a batch. The loss calls this, not `batch`, so that
+        a stacked program computes it once for all workers."""
         return images
 
     @abstractmethod

@@ -1,5 +1,5 @@
-"""How runs compare: who reached the target when, and who stands where at equal steps, gradients and
-time. The target is what DDP reached."""
+"""Compares runs: the cost of reaching the target, and the metric at equal steps, gradients and
+time. The target is the metric that DDP reached."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ def compared(
     alike settings) and the metric at equal gradients and equal time."""
     fewest = min(record["gradient_steps"] for record in records.values())
     shortest = min(record["wall_s"] for record in records.values())
-    if len(records) == 1:  # equal to nothing
+    if len(records) == 1:  # a single run has nothing to be compared with
         fewest = shortest = None
     ddp = {name: settings[name] for name in records if is_baseline(records[name]["method"])}
     found = {}
@@ -104,7 +104,7 @@ class ToTarget:
 
 @dataclass(frozen=True)
 class Final:
-    """Where a group ended, over its finished runs."""
+    """The final values of a group, over its finished runs."""
 
     group: Group
     loss: float | None
@@ -158,7 +158,7 @@ class Comparison:
         return [self._final(group) for group in self.groups if group.finished]
 
     def _budget(self, key: str) -> float | None:
-        """What the finished run that used least of it ended with."""
+        """The smallest final value of `key` among the finished runs."""
         return min((run.evaluations[-1][key] for run in self._ended), default=None)
 
     @property
@@ -201,7 +201,7 @@ def _column(runs: list[Run], key: str) -> list[float]:
 
 
 def _variance(values: list[float]) -> float | None:
-    """Of a sample: over n - 1."""
+    """The variance of a sample, with the divisor n - 1."""
     finite = all(math.isfinite(value) for value in values)
     return variance(values) if len(values) > 1 and finite else None
 

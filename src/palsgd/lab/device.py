@@ -17,7 +17,7 @@ def check_device(device: str) -> None:
 
 
 def chosen_device(wanted: str) -> torch.device:
-    """For a process that does all by itself; "auto" is a GPU where there is one."""
+    """The device of a process that runs all workers; "auto" is a GPU if there is one."""
     check_device(wanted)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +25,8 @@ def chosen_device(wanted: str) -> torch.device:
 
 
 def worker_device(wanted: str, worker: int) -> torch.device:
-    """For one of several workers on a machine: its GPUs in turn, where there are any."""
+    """The device of one of several workers on a machine. Workers take the GPUs in turn, if there
+    are any."""
     gpus = torch.cuda.device_count() if wanted != "cpu" else 0
     return torch.device("cuda", worker % gpus) if gpus else torch.device("cpu")
 
@@ -47,6 +48,6 @@ def processor() -> str:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until a GPU has done what it was told; only then does a clock say how long that took."""
+    """Wait until a GPU has finished its work, so that the time of that work can be measured."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What a run will do, told before it starts: `palsgd explain`."""
+"""`palsgd explain`: shows what a run will do before it starts."""
 
 import math
 from collections.abc import Iterator
@@ -129,7 +129,7 @@ def figures(ahead: Forecast) -> Table:
 
 
 def _add_bytes(table: Table, ahead: Forecast) -> None:
-    """What each worker hands over; a ring puts nearly twice that on the wire."""
+    """Add the bytes that each worker hands over. A ring sends each byte nearly twice."""
     step, run = ahead.ddp_step.bytes_sent, ahead.run.bytes_sent
     ddp = ahead.sync_every * step, ahead.steps * step
     own = (ahead.round.bytes_sent if ahead.row.rounds else step), run
@@ -143,7 +143,7 @@ def _add_bytes(table: Table, ahead: Forecast) -> None:
 
 
 def pull(ahead: Forecast) -> Iterator[str]:
-    """What a mixing step does."""
+    """Sentences about the effect of a mixing step."""
     if not isinstance(ahead.method, PALSGDMethod):
         return
     if not ahead.mix_prob or not ahead.local or not ahead.learning_rates[1]:

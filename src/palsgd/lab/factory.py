@@ -1,4 +1,4 @@
-"""From settings to optimizers: which classes, which schedule, which precision."""
+"""Builds optimizers, schedules and precision from settings."""
 
 import math
 from collections.abc import Callable
@@ -69,7 +69,8 @@ def learning_rate_factor(settings: Settings, steps: int, clock: int) -> float:
 def low_precision(
     settings: Settings, device: torch.device
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """A new context for each forward pass. Also lets fp32 products run as TF32 where asked for."""
+    """A function that makes a new context for each forward pass. It also allows TF32 for fp32
+    products if the settings ask for it."""
     torch.backends.cuda.matmul.allow_tf32 = settings.precision != "fp32"
     torch.backends.cudnn.allow_tf32 = settings.precision != "fp32"
     if settings.precision == "bf16":
@@ -78,7 +79,8 @@ def low_precision(
 
 
 class MeanNorm:
-    """The norms of the mean outer gradients, one per sync, read off the outer optimizer."""
+    """Keeps the norm of the mean displacement of each sync, read from the outer optimizer's
+    gradients."""
 
     def __init__(self, opt: palsgd.LocalOptimizer):
         self.all: list[Tensor] = []
@@ -91,7 +93,7 @@ class MeanNorm:
         self.all.append(torch.stack([n.double() for n in norms]).norm())
 
     def take(self) -> float | None:
-        """That of the sync just past; None if there was none since the last call."""
+        """The norm at the last sync; None if there was no sync since the last call."""
         norms, self.all = self.all, []
         return float(norms[-1]) if norms else None
 

@@ -1,4 +1,4 @@
-"""What the settings of a run come to, in numbers."""
+"""The numbers of steps, gradients, exchanges and bytes of a run, from its settings."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ class Traffic:
     syncs: int = 0
     messages: int = 0
     bytes_sent: int = 0  # handed over
-    bytes_on_the_wire: int = 0  # what the collectives make of them
+    bytes_on_the_wire: int = 0  # bytes that the collectives send for them
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(*(a + b for a, b in zip(_counts(self), _counts(other), strict=True)))
@@ -71,12 +71,12 @@ class Forecast:
 
     @property
     def local(self) -> int:
-        """Steps behind the warm-up."""
+        """Steps after the warm-up."""
         return self.steps - self.warmup
 
     @property
     def rounds(self) -> int:
-        """With the last one, which may be cut short."""
+        """The number of rounds, including the last one, which may be cut short."""
         return self.schedule.round_of(self.steps - 1) + 1 if self.local else 0
 
     def steps_of(self, round: int) -> range:
@@ -148,7 +148,7 @@ class Forecast:
 
     @cached_property
     def run(self) -> Traffic:
-        """All of it."""
+        """The traffic of the whole run."""
         found = self.ddp_step.times(self.warmup)
         if not self.local:
             return found
@@ -158,7 +158,7 @@ class Forecast:
             (due.fragment, self.schedule.round_of(clock - 1) % period)
             for clock, dues in self.schedule.exchanges(self.steps, start=self.warmup)
             for due in dues
-            if due.kind != "apply"  # it was counted when it was sent
+            if due.kind != "apply"  # its bytes were counted when it was sent
         )
         return sum((self._sync(*kind).times(n) for kind, n in kinds.items()), found)
 

@@ -8,7 +8,7 @@ from palsgd.lab.run_folder import Run
 
 SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 
-# Facts about a run that its settings do not decide, and what repeats a setting.
+# Fields of a run that are no settings, or that repeat a setting.
 _NOT_SETTINGS = {
     "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command",
 }  # fmt: skip
@@ -19,7 +19,7 @@ class Group:
     """The runs of one setting."""
 
     method: str
-    settings: dict[str, Any]  # those that have an effect on the method
+    settings: dict[str, Any]  # the settings that have an effect on the method
     runs: list[Run] = field(default_factory=list)
     label: str = ""
 

@@ -35,13 +35,14 @@ class Language(Workload):
         return sums
 
     def score(self, totals: Tensor) -> tuple[float, float]:
-        """Perplexity does not add up; it is made of the summed loss."""
+        """Loss and perplexity. Perplexities cannot be added, so it is computed from the summed
+        loss."""
         loss = totals[0] / totals[2]
         return loss.item(), loss.exp().item()
 
 
 class TinyStories(Language):
-    """The data; encoded at first use, and kept beside the text."""
+    """TinyStories as a workload's data, which is encoded at first use and kept beside the text."""
 
     examples = 2_119_719
     context = 256  # longest part of a story that is read, in tokens

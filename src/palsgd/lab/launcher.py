@@ -47,12 +47,14 @@ def under_torchrun() -> bool:
 
 
 def first_rank() -> bool:
-    """The one process that writes and speaks for all: rank 0 of torchrun's, or the launcher."""
+    """Is this the process that writes and prints for all: rank 0 under torchrun, or the
+    launcher?"""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def run_jobs(jobs: list[Job], device: str) -> None:
-    """Train one after another, in the same processes: starting them takes longer than a demo."""
+    """Run the jobs one after another in the same processes, as starting processes takes longer than
+    a short run."""
     if under_torchrun():
         work(jobs, device)
         return
@@ -77,14 +79,14 @@ def run_jobs(jobs: list[Job], device: str) -> None:
         raise StoppedError from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode == -signal.SIGINT:  # it heard Ctrl-C before this process did
+        if failure.exitcode == -signal.SIGINT:  # the worker received Ctrl-C before this process did
             raise StoppedError from None
         raise _as_raised_here(rank, failure) from error
 
 
 def _as_raised_here(rank: int, failure: Any) -> Exception:
-    """What a worker's exception means to the user: input to mend, or a line on what went wrong.
-    Only a mistake of this program comes with its traceback."""
+    """A worker's exception as this process raises it: an error about the user's input, or a line on
+    what went wrong. Only an error in this program has its traceback."""
     said, trace = failure.message, ""
     if not isinstance(said, str):
         said, trace = said["message"], said.get("extraInfo", {}).get("py_callstack", "")
@@ -99,7 +101,7 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
 
 
 def work(jobs: list[Job], wanted: str) -> None:
-    """What a worker process does."""
+    """Run the jobs in a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
@@ -112,7 +114,7 @@ def work(jobs: list[Job], wanted: str) -> None:
         for job in _as_rank_0_has_them(jobs):
             try:
                 _work_on(job, device, loaded)
-            except NonFiniteError as error:  # on all ranks alike, so they can go on together
+            except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
                 if dist.get_rank() == 0:
                     RunFolder(job.folder).write_failure(error)
     finally:
@@ -132,14 +134,15 @@ def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> N
 
 
 def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
-    """On a disk of its own another machine may not see what is finished."""
+    """The jobs that rank 0 has. Another machine with its own disk may not see which runs are
+    finished."""
     found = [jobs]
     dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
 def _place(wanted: str) -> tuple[torch.device, str]:
-    """This process's device, and who carries its messages. NCCL wants a GPU for each worker."""
+    """This process's device, and the backend of its messages. NCCL needs a GPU for each worker."""
     device = worker_device(wanted, int(os.environ["LOCAL_RANK"]))
     if device.type == "cpu":
         return device, "gloo"
@@ -158,7 +161,7 @@ def check_world(workers: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Workers of one machine talk over its loopback, whatever its name resolves to."""
+    """Inside, workers of one machine use its loopback interface, whatever its name resolves to."""
     changes: dict[str, Any] = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": "1",
@@ -167,7 +170,7 @@ def _environment() -> Iterator[None]:
     added = {key: value for key, value in changes.items() if key not in os.environ}
     os.environ.update(added)
     silent = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch's launcher says again, at length, what we say
+    logging.disable(logging.ERROR)  # torch's launcher would log the error that is raised here again
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""The methods as the lab asks for them: by what their rows say, never by name."""
+"""The methods that the lab selects by the fields of their rows, never by name."""
 
 from dataclasses import MISSING, fields
 from typing import Any
@@ -16,18 +16,18 @@ def baseline() -> Row:
 
 
 def is_baseline(name: str) -> bool:
-    """Also of a name from a file that an earlier or later version wrote."""
+    """Is it the baseline? The name may come from a file that another version wrote."""
     return name in registry.names() and registry.row(name).baseline
 
 
 def default_names() -> tuple[str, ...]:
-    """The methods that are compared where nobody says which, the baseline first."""
+    """The methods that are compared if none are named, the baseline first."""
     rows = sorted(registry.rows(), key=lambda row: not row.baseline)
     return tuple(row.name for row in rows if row.default)
 
 
 def plain_local() -> Row:
-    """The default method that syncs now and then and does nothing else between syncs."""
+    """The default method whose outer step the recipe sets and that has no steps without data."""
     rows = (row for row in registry.rows() if row.default and takes_outer(row))
     return next(row for row in rows if not row.mixes)
 
@@ -38,8 +38,8 @@ def mixing() -> Row:
 
 
 def takes_outer(row: Row) -> bool:
-    """Is the outer step the recipe's? A method with another default keeps that: recipes are tuned
-    for Nesterov steps."""
+    """Does the recipe set the outer step? A method whose default is no Nesterov step keeps its
+    default, as recipes are tuned for Nesterov steps."""
     return row.rounds and not row.fixed_outer and row.outer is nesterov
 
 

@@ -1,7 +1,7 @@
 """The files of a run, written and read as docs/files.md has them.
 
-They are written so that a kill loses no finished line. What is read is checked: a file that says
-something else than it should is named, with the line, and with what to do about it.
+They are written so that a kill loses no finished line. They are checked when they are read: the
+error for a wrong file names the file and the line, and says what to do.
 """
 
 import json
@@ -60,7 +60,7 @@ class RunFolder:
             file.writelines(_text(line) for line in lines)
 
     def keep_lines(self, until_step: int) -> list[Line]:
-        """Drop what was written after a checkpoint that is now gone on from."""
+        """Drop the lines that were written after the checkpoint from which the run is resumed."""
         kept = [line for line in self.lines() if line["step"] <= until_step]
         atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in kept))
         return kept
@@ -96,7 +96,8 @@ class RunFolder:
         return _read_summary(path) if path.exists() else None
 
     def lines(self) -> list[Line]:
-        """Of metrics.jsonl. One that a kill cut off is left out with a warning."""
+        """The lines of metrics.jsonl. A last line that a kill cut off is left out with a
+        warning."""
         found, cut_off = self.lines_and_cut()
         if cut_off:
             path = self.path / "metrics.jsonl"
@@ -104,11 +105,12 @@ class RunFolder:
         return found
 
     def lines_and_cut(self) -> tuple[list[Line], bool]:
-        """Of metrics.jsonl, and whether a kill cut off its last line, which is left out."""
+        """The lines of metrics.jsonl, and whether a kill cut off its last line, which is left
+        out."""
         return self._read("metrics", _metrics_problem)
 
     def timeline(self) -> list[Line]:
-        """What the workers did when; empty where that was not recorded."""
+        """The spans of the workers; empty if they were not recorded."""
         return self._read("timeline", _timeline_problem)[0]
 
     def _read(self, name: str, problem: Callable[[Any], str | None]) -> tuple[list[Line], bool]:
@@ -181,7 +183,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """JSON knows no nan and no inf; a figure that is neither a number nor known is null."""
+    """The value with null in place of nan and inf, which JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""Several runs in one folder: done, skipped where finished, and compared at the end."""
+"""Several runs in one folder. Finished runs are skipped, the others are run, and all are
+compared."""
 
 import functools
 import itertools
@@ -21,7 +22,7 @@ from palsgd.lab.workloads import load
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How runs are done, as opposed to what they are."""
+    """The options of how runs are done. `Settings` define the runs themselves."""
 
     simulate: bool = False
     data: str | None = None
@@ -35,7 +36,7 @@ class Options:
 
 
 def check_folder(out: Path, options: Options) -> None:
-    """Nothing is overwritten unasked."""
+    """Refuse a folder that is not empty, unless the options allow it."""
     used = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if used and not (options.force or options.resume):
         raise ValueError(
@@ -45,16 +46,16 @@ def check_folder(out: Path, options: Options) -> None:
 
 
 def check_method(settings: Settings) -> None:
-    """That the method can work with its settings and the learning rate; before anything runs, not
-    at the point of a sweep that asks for more."""
+    """Raise if the method cannot work with its settings and the learning rate. It is called for all
+    runs before the first one begins."""
     method_of(settings).check([settings.lr])
 
 
 def run_all(
     runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Do the runs that are not finished, each in a folder of its name; then compare them all.
-    Records of the collection also tell the `swept` fields."""
+    """Do the runs that are not finished, each in a folder of its name; then compare them all. The
+    records of the collection also have the `swept` fields."""
     for settings in runs.values():
         check_method(settings)
         if under_torchrun():
@@ -86,7 +87,8 @@ def run_all(
 
 
 def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
-    """Finished, and with these settings; others there are an error, not a reason to overwrite."""
+    """Is the run in the folder finished with these settings? A run with other settings is an error
+    and is not overwritten."""
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
@@ -102,8 +104,8 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
 
 
 def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
-    """summary.json of every run and of the collection. Runs that failed are named at the end, when
-    the others are safe."""
+    """summary.json of every run and of the collection. The error about failed runs is raised after
+    all others are written."""
     folders = {name: RunFolder(out / name) for name in runs}
     failed = {name: folder.failure for name, folder in folders.items() if folder.failure}
     folders = {name: folder for name, folder in folders.items() if name not in failed}
@@ -154,7 +156,7 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         )
         for name, settings in runs.items()
     ]
-    if under_torchrun():  # whatever this rank thinks is left to do, rank 0 decides
+    if under_torchrun():  # rank 0 decides which runs are left to do
         run_jobs(jobs, options.device)
         return
     jobs.sort(key=lambda job: job.settings.workers)
@@ -207,7 +209,7 @@ def random_points(
         raise ValueError(f"{count} random points are none; ask for at least 1")
     rng = random.Random(seed)
     points: dict[str, Settings] = {}
-    for _ in range(100 * count):  # drawing a point again adds none
+    for _ in range(100 * count):  # a point that is drawn again adds none
         changes = {name: _draw(name, choices, rng) for name, choices in ranges.items()}
         points.setdefault(name_of(changes), settings.changed(changes))
         if len(points) == count:

@@ -1,4 +1,4 @@
-"""Everything that defines a run, in one flat record. A recipe is one with its values filled in."""
+"""The settings that define a run, as one flat record. A recipe is such a record under a name."""
 
 import difflib
 import math
@@ -29,7 +29,7 @@ class Settings:
     draws: str = "balanced"
     buffers: str = "average"
     compress: str | None = None  # what a sync sends: bf16, int8, int4 or topk:SHARE
-    delay: int = 0  # steps that a sync travels, while training goes on
+    delay: int = 0  # steps between sending and applying a sync
     fragments: int = 1  # parts of the model that are synced one after another
 
     inner: str = "sgd"
@@ -47,9 +47,9 @@ class Settings:
     seed: int = 2023
     evaluate_every: int | None = None  # steps; None: twenty times in a run
     checkpoint_every: int | None = None  # rounds; None: whenever the model is evaluated
-    cluster: str | None = None  # whose time a simulation tells, e.g. 100mbit,20ms,step=50ms
+    cluster: str | None = None  # cluster whose time a simulation projects: 100mbit,20ms,step=50ms
 
-    # of methods, beyond what is above, by their names as settings
+    # Settings of methods that are no fields above, by their names as settings.
     method_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,8 +67,8 @@ class Settings:
             )
 
     def _check_what_needs_torch(self) -> None:
-        """Torch takes a second to import, which the help texts, that need this module, do not have
-        to wait for."""
+        """Check the fields whose checks import torch. Importing torch takes a second, and help
+        texts need this module without torch."""
         if self.compress is not None:
             from palsgd.codecs import find_codec
 
@@ -79,7 +79,8 @@ class Settings:
             Cluster.parse(self.cluster, workers=self.workers)
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
-        """With these values, given as text or as they are; steps and epochs exclude each other."""
+        """These settings with other values, given as text or as values. Setting steps removes
+        epochs, and the reverse."""
         values = {setting_name(name): parsed(name, value) for name, value in changes.items()}
         own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
         if own:
@@ -106,13 +107,13 @@ class Settings:
         return max(1, round(self.epochs * steps))
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, with the methods' own settings among the others."""
+        """The settings as a flat dict, with the methods' own settings among the others."""
         values = asdict(self)
         return values | values.pop("method_settings")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Settings":
-        """What `as_dict` gave."""
+        """The settings from a dict that `as_dict` made."""
         own = {name: value for name, value in values.items() if name not in FIELDS}
         known = {name: value for name, value in values.items() if name in FIELDS}
         return cls(**known, method_settings=own)
@@ -207,8 +208,8 @@ def _kinds(name: str) -> tuple[type, ...]:
 
 
 def _method_fields() -> dict[str, Any]:
-    """The fields of all methods, with their types. Asked for when a name is not one of ours, as it
-    takes torch to know them."""
+    """The fields of all methods, with their types. It is called only for names that are no field of
+    Settings, as it imports torch."""
     found: dict[str, Any] = {}
     for row in registry.rows():
         hints = typing.get_type_hints(row.method)

@@ -1,4 +1,4 @@
-"""Runs on one device: through palsgd.simulate, into the same files."""
+"""Simulated runs, which write the same files as runs in real processes."""
 
 import copy
 import math
@@ -30,7 +30,7 @@ FREE = ("lr", "mix_prob", "mix_rate", "draws", "outer", "outer_lr", "outer_momen
 
 
 class SimulatedRun:
-    """One run of a simulation: what simulate_many asks of it, and its files afterwards."""
+    """One simulated run: the arguments for simulate_many, and the writing of its files."""
 
     def __init__(self, settings: Settings, workload: Workload, folder: RunFolder):
         self.settings, self.workload, self.folder = settings, workload, folder
@@ -100,7 +100,8 @@ class SimulatedRun:
         return first | {"loss": loss, "metric": metric}
 
     def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All syncs; of the warm-up's exchanges the evaluated ones and some others."""
+        """The lines of all syncs and, for the warm-up, of the evaluated exchanges and some
+        others."""
         found, losses = [], []
         norms = self._mean_norm.all if self._mean_norm is not None else []
         thin = max(1, self.steps // WARMUP_LINES)

@@ -8,7 +8,7 @@ from palsgd.lab.run_folder import Line, Record, plain
 
 
 def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str, Any]) -> Record:
-    """Of a run by itself; `comparison.compared` fills in what needs the other runs."""
+    """The summary of one run. `comparison.compared` adds the fields that need the other runs."""
     evaluated = [line for line in map(plain, lines) if "metric" in line]
     known = [line for line in evaluated if line["metric"] is not None] or evaluated[-1:]
     last, best = (

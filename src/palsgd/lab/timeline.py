@@ -1,4 +1,4 @@
-"""What a worker did when, step by step, for the first rounds of the local phase."""
+"""The timeline of a worker, step by step, for the first rounds of the local phase."""
 
 import math
 import time
@@ -13,8 +13,8 @@ ROUNDS = 3
 
 
 class Timeline:
-    """Spans in training seconds. All workers leave the barrier after an evaluation together, which
-    is where their clocks are set alike."""
+    """Spans in training seconds. All workers leave the barrier after an evaluation at the same
+    instant, and there their training seconds are set to the same value."""
 
     def __init__(self, opt: palsgd.LocalOptimizer):
         self._opt, self._past, self._zero = opt, 0.0, time.perf_counter()
@@ -59,8 +59,8 @@ class Timeline:
         self._free, self._in_step = end, False
 
     def _wait_for_gpu(self) -> None:
-        """While spans are recorded, so that they are where the work is. Before and after that the
-        host runs ahead as usual."""
+        """Wait for the GPU while spans are recorded, so that a span has the seconds of its own
+        work. Before and after that the host runs ahead as usual."""
         recording = self._opt.rounds < ROUNDS and self._in_local_phase()
         if recording and torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -81,7 +81,8 @@ class Timeline:
         self._spans = [dict(span) for span in spans]
 
     def spans(self) -> list[dict[str, Any]]:
-        """With waiting split off: how long it was is known one sync later."""
+        """The spans, with waiting as spans of its own. The seconds of waiting are known one sync
+        later."""
         found = []
         for span in self._spans:
             span = dict(span)

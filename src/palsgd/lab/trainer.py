@@ -1,4 +1,4 @@
-"""One run in real processes: what each of them does."""
+"""One run in real processes: the work of each process."""
 
 import json
 import math
@@ -35,7 +35,7 @@ from palsgd.lab.timeline import Timeline
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 
-WARMUP_LINES = 200  # of the all-reduces of DDP and warm-up, about so many become a line
+WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a line
 
 
 class Trainer:
@@ -105,7 +105,7 @@ class Trainer:
         dist.barrier()
 
     def _batches(self) -> Iterator[Any]:
-        """By index, so that a resumed run goes on with the next one."""
+        """The batches by index, so that a resumed run continues with the next batch."""
         while True:
             yield self.workload.batch(
                 worker=self.rank,
@@ -131,9 +131,9 @@ class Trainer:
         return self.model.no_sync()
 
     def _after_exchange(self, event: Event) -> None:
-        """Record, evaluate, save. Here and not after step(): all workers come here at the same
-        points of the clock, but one whose next steps are all mixing passes several of them in
-        one step. The end is seen to in train()."""
+        """Record, evaluate and save. A listener does this, as it is called at the same clocks on
+        all workers, while one step() of a worker with many mixing steps may contain several
+        exchanges. train() does the same at the end."""
         if isinstance(event, Synced) and not event.completes:
             return
         self._record()
@@ -161,14 +161,14 @@ class Trainer:
     # -- records ---------------------------------------------------------------------------------
 
     def _record(self) -> None:
-        """This worker's part of a line; they are put together at the next evaluation, so that
-        recording sends nothing in between."""
+        """Record this worker's part of a line. The parts of all workers are joined at the next
+        evaluation, so that recording sends no messages."""
         clock, warming_up = self.opt.clock, self._warming_up()
         due = self._evaluation_is_due() or clock >= self.steps
         if warming_up and not due and clock % max(1, self.steps // WARMUP_LINES):
             return
         ledger, settings = self.opt.ledger, self.settings
-        loss_sum = float(self._loss)  # waits for a GPU; the time is read after that
+        loss_sum = float(self._loss)  # float() waits for a GPU, so the time is read after it
         self._records.append(
             {
                 "step": clock,
@@ -190,7 +190,7 @@ class Trainer:
         return self._seconds + time.perf_counter() - self._resumed_at
 
     def _evaluate(self) -> None:
-        """The global model, on all ranks together; the clock of the run stands still."""
+        """Evaluate the global model on all ranks together. Its seconds are no training seconds."""
         self._pause()
         if self._warming_up():  # as DDP itself does before its next forward pass
             for buffer in self.net.buffers():
@@ -215,7 +215,7 @@ class Trainer:
         self._go_on()
 
     def _joined_records(self) -> list[dict[str, Any]]:
-        """Lines from what all ranks recorded since they last asked."""
+        """The lines from the records of all ranks since the last call."""
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, self._records)
         self._records = []
@@ -256,12 +256,13 @@ class Trainer:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Into a folder of its own, which `latest.json` names once all workers have written."""
+        """Save a checkpoint in a new folder. `latest.json` names the folder after all workers have
+        written."""
         self._pause()
         place = self.folder.checkpoints / f"step-{self.opt.clock}"
         palsgd.checkpoint.save(place, self.net, self.opt)
         torch.save(self._own_state(), place / f"rank-{self.rank}.pt")
-        lines = self._joined_records()  # all ranks have written once this is through
+        lines = self._joined_records()  # after this call all ranks have written
         if self.rank == 0:
             self.folder.append("metrics", lines)
             latest = {"step": self.opt.clock, "time_s": self._seconds, "best": self._best}
@@ -277,7 +278,7 @@ class Trainer:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _own_state(self) -> dict[str, Any]:
-        """What this rank has beside model and optimizer."""
+        """The state of this rank beside model and optimizer."""
         gpu = self.workload.device.type == "cuda"
         return {
             "rng": torch.get_rng_state(),
@@ -297,7 +298,7 @@ class Trainer:
         self._timeline.restore(state["spans"])
 
     def _latest_checkpoint(self) -> dict[str, Any] | None:
-        """What rank 0 finds, so that all go on from the same one."""
+        """The checkpoint that rank 0 finds, so that all ranks resume from the same one."""
         path = self.folder.checkpoints / "latest.json"
         found = [json.loads(path.read_text()) if self.rank == 0 and path.exists() else None]
         dist.broadcast_object_list(found, src=0)
@@ -323,7 +324,7 @@ def run_config(
     model: nn.Module,
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """What config.yaml says: the settings, resolved, the program and the machine."""
+    """The contents of config.yaml: the resolved settings, the program and the machine."""
     return settings.as_dict() | {
         "steps": steps,
         "palsgd": palsgd.__version__,

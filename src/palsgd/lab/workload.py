@@ -51,7 +51,8 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
-        """The `index`-th batch of a worker: its own part of each epoch, shuffled anew each time."""
+        """The `index`-th batch of a worker: its own part of each epoch, shuffled again in each
+        epoch."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

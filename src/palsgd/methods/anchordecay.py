@@ -6,12 +6,12 @@ it to zero: outside of the inner optimizer, and in proportion to the learning ra
     x_k <- InnerOPT(x_k, g_k),  x_k <- x_k - c (lr_t / lr_0) (x_k - x)
 
 lr_0 is the group's `initial_lr`, which schedulers set, or else its learning rate when the optimizer
-was built. It is FedProx whose term an adaptive inner optimizer does not rescale, and PALSGD whose
-pulls are spread over all steps and replace none of them. The outer step is Nesterov with
-learning rate 0.7 and momentum 0.5 unless outer= is given.
+was built. It differs from FedProx in that an adaptive inner optimizer does not rescale the pull. It
+differs from PALSGD in that every step has a pull and no gradient step is replaced. The outer step
+is Nesterov with learning rate 0.7 and momentum 0.5 unless outer= is given.
 
-It keeps no state. With `delay` and `fragments` the pull is to the global model at hand; compression
-and workers that are left out change nothing in the rule.
+It keeps no state. With `delay` and `fragments` the pull is to the present anchor. Compression and
+workers that are left out do not change the rule.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """EASGD (Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, 2015).
 
-Workers keep models of their own, and an elastic force ties them to a centre x. At a sync both ends
-move at once, each by the values before it:
+Workers keep models of their own, and an elastic force ties them to a centre x. At a sync x_k and x
+change at once, each by the values before the sync:
 
     x_k <- x_k - e (x_k - x),  x <- x + e sum_k (x_k - x)
 
@@ -10,10 +10,10 @@ given; above 2 / (K + 1) the exchange overshoots further each time, and is refus
 the inner optimizer this is EAMSGD. The centre is the global model: `opt.anchor_weights()` shows it,
 and the local models differ from it also at the end of training.
 
-Each worker keeps how far it is to move, from the arrival of the mean to the end of the sync.
-`fragments` are exchanged on their own. With `compress` the centre moves by what the codes say and a
-local model by its exact share, so that the sum is kept but for what is still to be sent. `delay` is
-refused. A worker that is left out starts again from the centre, and the sum is then another one.
+Each worker keeps the change of its model as a state from the arrival of the mean to the end of the
+sync. Each of the `fragments` has its own exchange. With `compress` the centre moves by the decoded
+mean and a local model by its exact share, so that the sum changes only by what is still unsent.
+`delay` is refused. A worker that is left out starts again from the centre, which changes the sum.
 """
 
 from collections.abc import Mapping

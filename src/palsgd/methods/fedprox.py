@@ -9,8 +9,8 @@ At a sync the local models are averaged, or another outer step is taken with out
 added to the gradient after clipping and before the inner step, so that an adaptive inner optimizer
 scales it, and weight decay stays where the inner optimizer has it.
 
-It keeps no state. With `delay` and `fragments` x is the global model at hand, which changes when a
-mean arrives; compression and workers that are left out change nothing in the rule.
+It keeps no state. With `delay` and `fragments` x is the present anchor, which changes when a mean
+is applied. Compression and workers that are left out do not change the rule.
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,8 @@ class PALSGDMethod(Method):
     def _beta(self, group: int, rate: Rate) -> Rate:
         beta = rate * self.mix_rate / self.mix_prob
         low, high = bounds(beta)
-        if low >= 0 and high <= 1 + 1e-9:  # a mix_rate of exactly p / lr may land an ulp above 1
+        # a mix_rate of exactly p / lr may give a beta one ulp above 1
+        if low >= 0 and high <= 1 + 1e-9:
             return at_most_one(beta)
         lr, wrong = (bounds(rate)[1], high) if high > 1 else (bounds(rate)[0], low)
         raise ValueError(
@@ -81,7 +82,7 @@ def collapsed(betas: Sequence[Rate]) -> Rate:
 
     One step leaves x - a = (1 - beta)(x0 - a), with a the anchor. After all of them
     x - a = prod(1 - beta_i) (x0 - a), which is one step of weight 1 - prod(1 - beta_i);
-    1 - (1 - beta)^m when the learning rate stands still.
+    for m steps at a constant learning rate it is 1 - (1 - beta)^m.
     """
     if len(betas) == 1:
         return betas[0]

@@ -2,26 +2,28 @@
 2020).
 
 Each worker keeps a control c_k, its mean gradient of the last round, and all share the mean c of
-the controls. The difference takes the drift towards the worker's own data out of every step:
+the controls. The difference c - c_k corrects every gradient for the drift towards the worker's own
+data:
 
     g_k <- g_k - c_k + c                                  before the inner step
     c_k <- c_k - c + (x - x_k) / S_k,  c <- mean_k c_k    at a sync, with x as it was
     x   <- x + lr mean_k (x_k - x)
 
-S_k is the sum of the learning rates of the gradient steps that the worker took since the last
-sync; without such a step c_k stays. The paper writes c <- c + mean_k (change of c_k), which is the
-same as long as c is the mean of the c_k. The form here also restores that, so that no worker that
-was left out makes all later gradients wrong by a constant.
+S_k is the sum of the learning rates of the gradient steps that the worker took since the last sync;
+without such a step c_k stays. The paper writes c <- c + mean_k (change of c_k), which is the same
+as long as c is the mean of the c_k. The form here sets c to that mean at every sync. Otherwise a
+worker that was left out once would make all later gradients wrong by a constant.
 
 (x - x_k) / S_k is a mean gradient where the inner step is x_k <- x_k - lr g, so the inner optimizer
 must be SGD without momentum; weight decay is part of the gradient. A parameter should have a
-gradient in every step or in none, as a step that leaves it out is in S_k all the same. Steps
-without data, if PALSGD is composed with it, shrink x - x_k and so the controls.
+gradient in every step or in none, as S_k also counts the steps in which the parameter has none.
+Steps without data, if PALSGD is composed with it, shrink x - x_k and so the controls.
 
-The controls travel as a second part of every message, in full precision also with `compress`, as an
-error in c would be in every gradient. `fragments` renew their controls at their own syncs. `delay`
-is refused: steps taken while a sync travels would have the old controls. A worker that is left out
-starts again from c_k = c, that is without a correction, and c is the mean over the others.
+The controls are a second part of every payload. They are sent in full precision also with
+`compress`, as an error in c would be in every gradient. The controls of each of the `fragments`
+change at that fragment's sync. `delay` is refused, as the steps between sending and applying would
+use the old controls. A worker that is left out starts again from c_k = c, that is without a
+correction, and c is the mean over the others.
 """
 
 from collections.abc import Mapping

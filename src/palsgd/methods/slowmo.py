@@ -6,17 +6,17 @@ The global step is heavy ball in units of the inner learning rate a:
     D = mean_k (x - x_k),  u <- b u + D / a,  x <- x - s a u,  x_k <- x
 
 a is the learning rate of each tensor's group in the last step before the sync. At a constant rate
-this is an outer heavy ball with learning rate s and momentum b; under a schedule its buffer shrinks
-with the rate, where that of an outer optimizer keeps the displacements of earlier, larger rates.
-Where a is 0, D / a has no value: then x <- x - s D, and u decays.
+this is an outer heavy ball with learning rate s and momentum b; under a schedule the term a u
+shrinks with a, while the momentum of an outer optimizer keeps the displacements of earlier, larger
+rates. Where a is 0, D / a has no value: then x <- x - s D, and u decays.
 
 At a sync the momentum of an inner SGD (`momentum_buffer`) is zeroed, since u holds it already;
 Adam's moments are kept. Both are what the paper recommends.
 
 u is common to all workers. With `delay` a is the rate at sending, and the inner momentum is zeroed
-when the mean arrives. `fragments` have their parts of u and of the inner momentum zeroed on their
-own. `compress` changes D alone. The mean over the workers that took part enters u where one is
-left out.
+when the mean arrives. Each of the `fragments` has its own part of u, and its part of the inner
+momentum is zeroed at its own sync. `compress` changes only D. If a worker is left out, D is the
+mean over the workers that took part.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""K workers in one process on one device."""
+"""The simulator: K workers in one process on one device."""
 
 from palsgd.simulator.result import Result
 from palsgd.simulator.simulate import simulate, simulate_many

@@ -1,4 +1,4 @@
-"""One worker's data, with errors that say whose it was."""
+"""The batches of one worker, with errors that name the worker."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,7 +13,8 @@ class DryError(ValueError):
 
 
 class Batches:
-    """Batches of one worker; a list or loader starts over at its end."""
+    """The batches of one worker. At the end of a list or loader they start again from its
+    beginning."""
 
     def __init__(self, data: Callable[[int], Iterable[Any]], worker: int):
         self._source, self._worker = data(worker), worker
@@ -22,7 +23,7 @@ class Batches:
         self._held: list[Any] | None = None
 
     def peek(self) -> Any:
-        """The next batch, which stays the next one."""
+        """The next batch. The following call of `next` returns it too."""
         if self._held is None:
             self._held = [self.next()]
         return self._held[0]
@@ -39,7 +40,8 @@ class Batches:
         return batch
 
     def _again(self) -> Any:
-        self._iterator = iter(self._source)  # an iterator gives itself: still dry
+        # iter() of an iterator is that iterator, which has ended
+        self._iterator = iter(self._source)
         try:
             return next(self._iterator)
         except StopIteration:

@@ -1,4 +1,4 @@
-"""The exact engine: the optimizers' own code, workers advanced one after another."""
+"""The exact engine: it runs the optimizers' own code, one worker after another."""
 
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -45,7 +45,8 @@ def built(
 
 
 def check_own_step(opt: LocalOptimizer) -> None:
-    """Refuse what a training loop would call and a simulation does not."""
+    """Refuse an own `step`, or a scheduler that a training loop would step, as a simulation does
+    not call it."""
     if type(opt).step is not LocalOptimizer.step:
         raise ValueError(
             f"{type(opt).__name__} overrides step(), which a simulation does not call; write a "
@@ -63,8 +64,8 @@ def check_own_step(opt: LocalOptimizer) -> None:
 
 
 class Note(NamedTuple):
-    """What a worker has to say about an exchange. The first are many steps further when the last
-    is through, so the ledger is a copy."""
+    """One worker's record of an exchange. The ledger is a copy, as the first worker takes further
+    steps before the last worker completes the exchange."""
 
     loss: float  # mean since the last exchange
     distance: float
@@ -87,14 +88,14 @@ class SimulatedWorker:
         self.model = model
         self.losses: list[Tensor] = []  # since the last exchange
         self.metrics: list[Any] = []
-        self.part: list[Tensor] | None = None  # of the global model, at the last exchange
+        self.part: list[Tensor] | None = None  # its part of the global model, at the last exchange
         self.notes: list[Note] = []  # one per exchange
         self._worker, self._loss, self._batches = transport.worker, loss, batches
         self._rng = rng
         self._life: Generator[Request, int, None] | None = None
 
     def advance(self, steps: int, sent: int) -> Request | None:
-        """Run to the next mean that is due; None at the end of training."""
+        """Run up to the next request and return it; None at the end of training."""
         with own_randomness(self._rng):
             if self._life is None:
                 self._life = self._train(steps)
@@ -128,7 +129,7 @@ def run_exact(
     recorder: Recorder,
 ) -> Result:
     settings: list[dict[str, Any]] = []
-    crew = [
+    workers = [
         SimulatedWorker(
             model,
             method,
@@ -139,84 +140,86 @@ def run_exact(
         )
         for k, model in enumerate(models)
     ]
-    first = crew[0].opt
+    first = workers[0].opt
     shown = GlobalModel(first) if first.method.overrides("global_model") else None
-    for worker in crew:
-        note = partial(_note, recorder, crew, worker, shown)
+    for worker in workers:
+        note = partial(_note, recorder, workers, worker, shown)
         worker.opt.on(Averaged, note)
         worker.opt.on(Synced, note)
     recorder.begin(steps)
-    sent, requests = 0, [worker.advance(steps, 0) for worker in crew]
+    sent, requests = 0, [worker.advance(steps, 0) for worker in workers]
     while any(request is not None for request in requests):
-        sent = exchanged(requests, crew[0].opt.clock)
-        requests = [worker.advance(steps, sent) for worker in crew]
+        sent = exchanged(requests, workers[0].opt.clock)
+        requests = [worker.advance(steps, sent) for worker in workers]
     recorder.end()
     return Result(
-        model=_global_model(crew, shown),
+        model=_global_model(workers, shown),
         engine="exact",
         history=recorder.history,
-        ledgers=[worker.opt.ledger for worker in crew],
-        optimizers=[worker.opt for worker in crew],
+        ledgers=[worker.opt.ledger for worker in workers],
+        optimizers=[worker.opt for worker in workers],
     )
 
 
 def _note(
     recorder: Recorder,
-    crew: list[SimulatedWorker],
+    workers: list[SimulatedWorker],
     worker: SimulatedWorker,
     shown: GlobalModel | None,
     event: Averaged | Synced,
 ) -> None:
-    """One worker is through an exchange; with the last one, the exchange is history."""
+    """Keep the note of a worker that has completed an exchange. After the last worker, add the
+    exchange to the history."""
     if isinstance(event, Synced) and not event.completes:
         return
     if shown is not None:
-        _evaluate_together(recorder, crew, worker, shown)
-    elif worker is crew[0]:
+        _evaluate_together(recorder, workers, worker, shown)
+    elif worker is workers[0]:
         worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
     loss, ledger = _mean_loss(worker), worker.opt.ledger
     worker.notes.append(Note(loss, ledger.distance, replace(ledger, history=[])))
-    if worker is crew[-1]:
-        notes = [each.notes.pop(0) for each in crew]
+    if worker is workers[-1]:
+        notes = [each.notes.pop(0) for each in workers]
         recorder.add(
             clock=worker.opt.clock,
             round=worker.opt.rounds,
             losses=[note.loss for note in notes],
             distance=[note.distance for note in notes],
             ledger=notes[0].ledger,
-            metric=crew[0].metrics.pop(0),
+            metric=workers[0].metrics.pop(0),
         )
 
 
 def _evaluate_together(
-    recorder: Recorder, crew: list[SimulatedWorker], worker: SimulatedWorker, shown: GlobalModel
+    recorder: Recorder, workers: list[SimulatedWorker], worker: SimulatedWorker, shown: GlobalModel
 ) -> None:
-    """The global model is a mean over the workers, the first of which are steps further when the
-    last is through an exchange: each keeps its part of it as it is now."""
+    """Evaluate a global model that is a mean over the workers. Each worker keeps its present part
+    of that mean, as the first worker takes further steps before the last one completes the
+    exchange."""
     clock = worker.opt.clock
     if recorder.wants_metric(clock):
         worker.part = global_part(worker.opt)
-        if worker is crew[0]:
+        if worker is workers[0]:
             shown.set_buffers(worker.opt)
-    if worker is crew[-1]:
+    if worker is workers[-1]:
         if recorder.wants_metric(clock):
-            shown.set_weights(crew[0].opt, [each.part for each in crew])
-        crew[0].metrics.append(recorder.metric(clock, lambda: nullcontext(shown.model)))
+            shown.set_weights(workers[0].opt, [each.part for each in workers])
+        workers[0].metrics.append(recorder.metric(clock, lambda: nullcontext(shown.model)))
 
 
-def _global_model(crew: list[SimulatedWorker], shown: GlobalModel | None) -> nn.Module:
-    """The first worker's model, unless its method leaves it elsewhere than at the global one."""
-    first = crew[0].opt
+def _global_model(workers: list[SimulatedWorker], shown: GlobalModel | None) -> nn.Module:
+    """The first worker's model, unless the method's local models differ from the global one."""
+    first = workers[0].opt
     if shown is None and not first.method.overrides("restart"):
-        return crew[0].model
+        return workers[0].model
     shown = shown or GlobalModel(first)
-    shown.set_weights(first, [global_part(worker.opt) for worker in crew])
+    shown.set_weights(first, [global_part(worker.opt) for worker in workers])
     shown.set_buffers(first)
     return shown.model
 
 
 def _mean_loss(worker: SimulatedWorker) -> float:
-    """Over the gradient steps since the last exchange."""
+    """The mean loss over the gradient steps since the last exchange."""
     if not worker.losses:
         return math.nan
     losses = torch.stack(worker.losses).double().cpu()
@@ -239,7 +242,8 @@ def check_losses(losses: list[Tensor], gradient_steps: list[int], workers: list[
 
 
 def exchanged(requests: list[Request | None], clock: int) -> int:
-    """Do for all workers what they ask for. The bytes that each has handed over."""
+    """Do what the requests of all workers ask for. Returns the bytes that each worker handed
+    over."""
     absent = [k for k, request in enumerate(requests) if request is None]
     if absent:
         raise SyncError(f"worker {absent[0]} ended before the exchange at clock {clock}")
@@ -251,7 +255,7 @@ def exchanged(requests: list[Request | None], clock: int) -> int:
             f"{type(found[odd]).__name__} at clock {clock}; every worker must run the same method"
         )
     messages = [r if isinstance(r, Message) else r.message for r in found]
-    if isinstance(found[0], Finish):  # they met when they were started
+    if isinstance(found[0], Finish):  # the messages were exchanged when they were started
         return messages[0].handed_over(len(messages))
     sizes = [m.values.numel() for m in messages]
     odd = next((k for k, size in enumerate(sizes) if size != sizes[0]), None)
@@ -278,7 +282,8 @@ def _rng_state(device: torch.device) -> Randomness:
 
 @contextmanager
 def own_randomness(state: Randomness) -> Iterator[None]:
-    """torch's generators as this worker left them, and back: nobody else draws from them."""
+    """Inside, torch's generators have this worker's state. On leaving, the worker's state is kept
+    and the state from before is restored."""
     outside = _rng_state(state["device"])
     _set_rng(state)
     try:

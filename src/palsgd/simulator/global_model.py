@@ -1,4 +1,4 @@
-"""The global model of simulated workers, where no worker's own model is it."""
+"""The global model of simulated workers, for methods whose local models differ from it."""
 
 import copy
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from palsgd.replica import unwrapped
 
 
 def global_part(opt: LocalOptimizer) -> list[Tensor] | None:
-    """What a worker adds to the global model, which is the mean of what all add, as it is now.
-    None: the anchor is the global model."""
+    """This worker's present part of the global model, which is the mean of the parts of all
+    workers. None: the anchor is the global model."""
     worker = opt._worker
     if not (worker.at.has_anchor and worker.method.overrides("global_model")):
         return None
@@ -24,7 +24,7 @@ def global_part(opt: LocalOptimizer) -> list[Tensor] | None:
 
 
 class GlobalModel:
-    """A copy of a worker's model that is made to hold the global one."""
+    """A copy of a worker's model whose weights and buffers are set to the global ones."""
 
     def __init__(self, opt: LocalOptimizer):
         self.model = copy.deepcopy(opt.model)
@@ -34,8 +34,8 @@ class GlobalModel:
 
     @torch.no_grad()
     def set_weights(self, opt: LocalOptimizer, parts: Sequence[list[Tensor] | None]) -> None:
-        """From the parts of all workers. Without them, from the anchor of the first one, or its
-        model in the warm-up."""
+        """Set the weights from the parts of all workers. Without parts, set them from the anchor of
+        the first worker or, in the warm-up, from its model."""
         worker = opt._worker
         found = [part for part in parts if part is not None]
         if found:
@@ -49,7 +49,8 @@ class GlobalModel:
 
     @torch.no_grad()
     def set_buffers(self, opt: LocalOptimizer) -> None:
-        """The global model's, as far as the policy has any, else those of this worker."""
+        """Set the buffers to the global model's if the policy has global buffers, else to this
+        worker's."""
         theirs = opt._worker.warmup.buffers
         for mine, own in zip(self._buffers.all(), theirs.all(), strict=True):
             mine.copy_(own)

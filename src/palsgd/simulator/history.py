@@ -1,4 +1,4 @@
-"""The history of a simulation, with a bar that shows how far it is."""
+"""Records the history of a simulation, and shows its progress."""
 
 import math
 import sys
@@ -19,7 +19,8 @@ Every = int | Callable[[int], bool]
 
 
 class Watch:
-    """Seconds of simulation, evaluation excluded; runs of one program share one."""
+    """Measures the seconds of a simulation without those of evaluations. Runs of one program share
+    one watch."""
 
     def __init__(self) -> None:
         self.began, self._evaluating = time.monotonic(), 0.0
@@ -85,13 +86,14 @@ class Recorder:
             self._progress.at(clock)
 
     def metric(self, clock: int, show: Callable[[], AbstractContextManager[nn.Module]]) -> Any:
-        """The metric of the global model, which `show` gives, where one is due."""
+        """The metric of the global model if it is to be evaluated at this clock, else None. `show`
+        gives the model."""
         if self._evaluate is None or not self.wants_metric(clock):
             return None
         with self._watch.evaluating(), show() as model, torch.random.fork_rng():
             modes = [(module, module.training) for module in model.modules()]
             value = self._evaluate(model)
-            for module, training in modes:  # an evaluation that calls eval() ends there
+            for module, training in modes:  # undoes an eval() inside the evaluation
                 module.training = training
         return float(value) if isinstance(value, Tensor) else value
 
@@ -110,6 +112,7 @@ class Recorder:
 
 
 def _mean(losses: list[float]) -> float:
-    """Of the workers that computed a loss: in a round of mixing alone a worker has none."""
+    """The mean over the workers that have a loss. A worker has none after a round of mixing steps
+    only."""
     known = [loss for loss in losses if not math.isnan(loss)]
     return sum(known) / len(known) if known else math.nan

@@ -13,8 +13,8 @@ class Result:
     """`history` has one entry per exchange between the workers, each a flat dict of figures:
 
     clock, round, loss (mean over workers and gradient steps since the last entry), losses (per
-    worker), distance (of each worker to the anchor, before the sync), worker 0's bytes_sent (as if
-    sent), gradient_steps and syncs so far, seconds (of the simulation, evaluation excluded), and
+    worker), distance (from each worker to the anchor, before the sync), worker 0's bytes_sent (as
+    if sent), gradient_steps and syncs so far, seconds (of the simulation, evaluation excluded), and
     metric (what `evaluate` said of the global model, where it was asked); with a cluster also
     time_s, the projected wall-clock time on it.
     """

@@ -1,4 +1,4 @@
-"""One training inside the stacked engine: its method, clock, data and records."""
+"""One run inside the stacked engine: its method, clock, data and records."""
 
 import copy
 from collections.abc import Callable
@@ -28,32 +28,32 @@ from palsgd.worker import Worker
 
 
 class Rules(Protocol):
-    """How a run's method acts on the stacked workers of that run."""
+    """Applies a run's method to the stacked workers of that run."""
 
     def open_local_phase(self) -> None:
         """The model of the warm-up becomes the anchor."""
 
     def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
-        """Steps without data that no gradient of the stretch precedes."""
+        """Take the steps without data before the first gradient step of the stretch."""
 
     def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
-        """Before the inner step of the workers that take one now."""
+        """Apply the rule before the inner step of the workers in `slots`."""
 
     def after_gradient(self, start: int, slots: dict[int, GradientSlot], rates: TickRates) -> None:
-        """After it, with the steps without data that follow."""
+        """Apply the rule after the inner step, and the steps without data that follow it."""
 
     def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
-        """Count the steps of a stretch that is over."""
+        """Count the steps of a finished stretch."""
 
     def run_due(self) -> bool:
-        """Do what is due at this point of the clock. Is the global model another one?"""
+        """Do what is due at this clock. Returns whether the global model has changed."""
 
     def show(self) -> None:
-        """Put the global model into the run's model."""
+        """Copy the global model into the run's model."""
 
 
 class Run:
-    """The workers' own tensors are in the stack; what their method does to them is `rules`' matter.
+    """One run. The tensors of its workers are in the stack, and `rules` applies the method to them.
 
     A method whose workers have one anchor has one optimizer for all of them; otherwise each worker
     has its own, with a copy of the model.
@@ -73,7 +73,7 @@ class Run:
         self.shown = GlobalModel(self.opt) if self.apart else None
         ledgers = [opt.ledger for opt in self.opts]
         self.ledgers = ledgers + [Ledger() for _ in range(self.workers - len(ledgers))]
-        self.error: Exception | None = None  # set when it ends early; the others go on
+        self.error: Exception | None = None  # set when this run ends early; the other runs go on
         self._last: list[Any] = [None] * self.workers
         self.fixed = self._settings_but_lr()
         for opt in self.opts:
@@ -81,7 +81,7 @@ class Run:
         named: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         self.names = [named[p] for p in self.replica.params]
         self.buffers = self._named_buffers(model)
-        self.rules: Rules | None = None  # from the local phase on
+        self.rules: Rules | None = None  # None before the local phase
         self._warmup_messages = payload_size(self.worker).warmup()
         self._planned: tuple[int, list[list[bool]]] = (-1, [])  # clock at which the round began
 
@@ -156,7 +156,8 @@ class Run:
     # -- data and learning rates ---------------------------------------------------------------
 
     def batch(self, worker: int) -> Any:
-        """The next batch of a worker; once the run has ended, something of the same shape."""
+        """The next batch of a worker. After the run has ended it is the last batch, which has the
+        right shape."""
         if self.error is None or self._last[worker] is None:
             try:
                 self._last[worker] = self.batches[worker].next()
@@ -174,10 +175,10 @@ class Run:
         ]
 
     def tick(self, clock: int) -> list[float]:
-        """The learning rates at this step of the clock, which then moves on."""
+        """Advance the clock by one step. Returns the learning rates of that step."""
         rates = self.worker.inner.rates()
         for opt in self.opts:
-            opt._worker.at.clock = clock + 1  # schedules may look at it
+            opt._worker.at.clock = clock + 1  # a scheduler may read the clock
             opt._worker.inner.tick()
         if self.worker.inner.scheduler is not None and self._settings_but_lr() != self.fixed:
             raise ValueError(
@@ -187,7 +188,7 @@ class Run:
         return rates
 
     def stretches(self, clock: int, end: int) -> list[Stretch]:
-        """What each worker does from this clock up to `end`, which lie in one round."""
+        """The steps of each worker from this clock up to `end`, which are in one round."""
         round, offset = self.schedule.place(clock)
         plans = self._plans(clock, round)
         return [Stretch.of(plan[offset : offset + end - clock]) for plan in plans]
@@ -203,14 +204,14 @@ class Run:
     # -- counting ------------------------------------------------------------------------------
 
     def count_messages(self, sizes: list[int], on_the_wire: int) -> None:
-        """Count messages of so many bytes for every worker."""
+        """Count messages of `sizes` bytes for every worker."""
         for ledger in self.ledgers:
             ledger.messages += len(sizes)
             ledger.bytes_sent += sum(sizes)
             ledger.bytes_on_the_wire += on_the_wire
 
     def warmed_up(self, clock: int) -> None:
-        """Count one step of the warm-up, and tell of it."""
+        """Count one step of the warm-up, and call the listeners."""
         sizes = self._warmup_messages
         self.count_messages(sizes, sum(wire_bytes(sent, self.workers) for sent in sizes))
         for opt in self.opts:
@@ -235,7 +236,7 @@ class Run:
         return nullcontext(self.model)
 
     def _show_common(self, stack: StackedWorkers, first: int) -> None:
-        """In the warm-up all workers have the same model."""
+        """Copy the model that all workers share in the warm-up into the run's model."""
         row = first // self.workers if stack.shared else first
         named = {f"model.{name}": p for name, p in self.model.named_parameters()}
         for name, x in zip(self.names, stack.params, strict=True):

@@ -1,4 +1,4 @@
-"""K workers on one device, by the same rules as K real ones; and many such runs at once."""
+"""Simulates K workers on one device by the rules of K real workers, and many such runs at once."""
 
 import copy
 import logging
@@ -64,13 +64,14 @@ def simulate(
             the same kind.
         evaluate: `evaluate(model)` is called with the global model, and at the end; what it returns
             goes into the history.
-        evaluate_every: at every so many exchanges, or at those whose clock this function picks.
+        evaluate_every: evaluate at every `evaluate_every`-th exchange, or at the clocks for which
+            this function returns True.
         progress: show a bar; None: on a terminal.
-        compile: have the stacked program go through torch.compile, which takes half a minute and
-            then saves a tenth to a half of each step on a GPU. None does so for long runs on one; a
+        compile: compile the stacked program by torch.compile, which takes half a minute and then
+            saves a tenth to a half of each step on a GPU. None compiles long runs on a GPU. A
             string is torch.compile's mode ("reduce-overhead" for CUDA graphs).
-        cluster: a `palsgd.Cluster`; the history then says as `time_s` when each exchange would be
-            over there.
+        cluster: a `palsgd.Cluster`; `time_s` in the history is then the wall-clock time at which
+            each exchange would end on that cluster.
 
     Returns:
         A result with `model` (the global one), `history` (an entry per exchange), `ledger`.
@@ -213,7 +214,7 @@ def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> di
 
 @dataclass
 class Start:
-    """A run that has not begun: its model as built, its data, its records."""
+    """A run that has not begun: its new model, its data and its recorder."""
 
     model: nn.Module
     batches: list[Batches]
@@ -223,7 +224,7 @@ class Start:
     recorder: Recorder
 
     def try_batches(self) -> None:
-        """The first batch of each worker, drawn as the exact engine would."""
+        """Draw the first batch of each worker with the random numbers of the exact engine."""
         for source, rng in zip(self.batches, self.rngs, strict=True):
             with own_randomness(rng):
                 source.peek()
@@ -231,7 +232,7 @@ class Start:
 
 @dataclass(kw_only=True)
 class Simulation:
-    """What all runs have in common."""
+    """The settings that all runs have in common."""
 
     workers: int
     steps: int
@@ -283,18 +284,19 @@ class Simulation:
     def _vectorized(self, starts: list[Start]) -> list[Result]:
         if self.vectorize == "auto":
             check_worthwhile(starts[0].model)
-        runs = [  # with a copy of the model, so that another engine can still have it
+        runs = [  # a run has a copy of the model, as the exact engine may need the model itself
             Run(copy.deepcopy(start.model), self.loss, start.batches, start.method, start.recorder)
             for start in starts
         ]
         engines = [Vectorized(group, self._compiled(starts[0].model)) for group in alike(runs)]
         for start in starts:
             start.try_batches()
-        for engine in engines:  # all before the first begins: data cannot be given back
+        # every engine is tried before the first one trains, as training uses up data
+        for engine in engines:
             engine.try_gradient()
         found: dict[Run, Result] = {}
         for engine in engines:
-            for run in engine.runs[1:]:  # they share a clock, and so the first one's bar
+            for run in engine.runs[1:]:  # the runs share a clock, so one bar is enough
                 run.recorder.bar = False
             torch.manual_seed(starts[runs.index(engine.runs[0])].seed)
             found |= zip(engine.runs, run_vectorized(engine, self.steps), strict=True)
@@ -322,7 +324,8 @@ class Simulation:
 
 
 def check_copies(model: nn.Module) -> None:
-    """Every worker has a copy of the model, and copies have no hooks."""
+    """Refuse a model with hooks, as every worker has a copy of the model and copies have no
+    hooks."""
     if any(has_hooks(p) for p in model.parameters()):
         raise ValueError(
             "model() gives parameters with hooks, which the workers' copies would lack; register "
@@ -331,14 +334,15 @@ def check_copies(model: nn.Module) -> None:
 
 
 def check_worthwhile(model: nn.Module) -> None:
-    """Stacked convolutions are grouped ones, which CPUs run no faster than one after another."""
+    """Refuse convolutions on a CPU. Stacked convolutions are grouped convolutions, which a CPU does
+    not run faster than one after another."""
     convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
     if convolutions and not next(model.parameters()).is_cuda:
         raise CannotVectorizeError("stacked convolutions are slower than a loop on a CPU")
 
 
 def check_memory(model: nn.Module, workers: int) -> None:
-    """Refuse what cannot fit."""
+    """Refuse a simulation that does not fit into memory."""
     need, free = memory(model, workers)
     if need > free:
         raise ValueError(
@@ -350,15 +354,15 @@ def check_memory(model: nn.Module, workers: int) -> None:
 
 
 def runs_that_fit(model: nn.Module, workers: int) -> int:
-    """Runs whose weights and state take a quarter of the memory, which leaves the rest to
+    """The number of runs whose weights and state take a quarter of the memory. The rest is for
     activations."""
     need, free = memory(model, workers)
     return max(1, free // max(1, 4 * need))
 
 
 def memory(model: nn.Module, workers: int) -> tuple[int, int]:
-    """Bytes that a run needs, per worker for weights, gradients and two tensors of inner state;
-    and bytes that are free."""
+    """The bytes that a run needs for the weights, gradients and two tensors of inner state of each
+    worker; and the bytes that are free."""
     device = next(model.parameters()).device
     need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if device.type == "cuda":
@@ -367,7 +371,7 @@ def memory(model: nn.Module, workers: int) -> tuple[int, int]:
 
 
 def _free_memory() -> int:
-    """What programs can have: on Linux that includes what the system caches files in."""
+    """The bytes that programs can allocate. On Linux they include the file cache."""
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]

@@ -2,9 +2,9 @@
 
 Workers are numbered over all runs: worker k of run r is number r K + k. As long as all workers of a
 run are equal (warm-up, DDP) a run has a single row of weights and inner state, which its workers
-share; from `split` on, each worker has its own. Gradients are those of the summed losses: workers
-do not meet in a loss, so each row gets just its own gradient, and a shared row the sum over its
-workers.
+share; from `split` on, each worker has its own. Gradients are those of the sum of all losses. The
+loss of a worker depends on that worker's row only, so each row gets its own gradient. A shared row
+gets the sum over its workers.
 """
 
 import copy
@@ -49,7 +49,7 @@ class StackedWorkers:
         compiled: bool | str,
     ):
         """`names` are the trained parameters in `module`, `rows` their values in each run;
-        `buffers` likewise by name. Whatever else the module holds is the same for all."""
+        `buffers` likewise by name. Everything else in the module is the same for all workers."""
         self.runs, self.workers, self.count = len(rows), workers, len(rows) * workers
         self._module, self._names, self._inner = module, names, inner
         self.params = [torch.stack([x.detach() for x in each]) for each in zip(*rows, strict=True)]
@@ -75,7 +75,7 @@ class StackedWorkers:
         return self.params[0].device
 
     def split(self) -> None:
-        """From here on each worker has weights and inner state of its own."""
+        """Give each worker weights and inner state of its own."""
         if self.shared:
             self.params = [x.repeat_interleave(self.workers, dim=0) for x in self.params]
             self.state = [
@@ -83,12 +83,12 @@ class StackedWorkers:
             ]
 
     def compile(self, compiled: bool | str) -> None:
-        """Only programs that always run on all workers are compiled: a set of another
-        size would be another program. A string is torch.compile's mode."""
+        """Compile the programs that always run on all workers. A program for another number of
+        workers would be compiled again. A string is torch.compile's mode."""
         self.compiled = bool(compiled)
         mode = compiled if isinstance(compiled, str) else None
         build = partial(torch.compile, mode=mode) if compiled else as_it_is
-        # no CUDA graph holds a program that changes its inputs, as the inner step does
+        # A CUDA graph cannot hold the inner step, as it changes its inputs.
         self._step: Step = torch.compile(self._inner.step) if compiled else self._inner.step
         own = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
@@ -106,11 +106,11 @@ class StackedWorkers:
     # -- gradients -------------------------------------------------------------------------------
 
     def gradients(self, who: list[int], batches: list[Any]) -> Gradients:
-        """One row per worker in `who`; of shared rows (then `who` is everyone) the mean over the
-        workers of each run. The losses are those of the workers."""
+        """The gradients, with one row per worker in `who`, and the losses of these workers. If rows
+        are shared, `who` has all workers, and a row is the mean over the workers of a run."""
         try:
             batch = moved(stacked_batch(batches), self.device)
-        except UnequalBatchesError:  # the last ones of an epoch, say: one worker after another
+        except UnequalBatchesError:  # such as the last batches of an epoch
             return self._one_by_one(who, batches)
         if self.shared:
             grads, losses = self._differentiate(
@@ -185,16 +185,17 @@ class StackedWorkers:
             self.gradients(everyone, batches)
 
     def _compare_with_backward(self, batch: Any, pristine: nn.Module) -> None:
-        """Refuse a model whose stacked program is not what backward() computes: an unused
-        parameter (no gradient is not a zero one), one that the module reaches by another way, or a
-        buffer that it replaces rather than changes."""
+        """Refuse a model whose stacked gradients differ from those of backward(). Reasons are a
+        parameter that is not used (its gradient is None, not zero), a parameter that the module
+        reaches by another attribute, and a buffer that the module replaces instead of changing
+        it."""
         (first, left), (second, _) = (self._plain_gradients(batch, pristine) for _ in range(2))
         grads, _ = self.one_gradient(0, batch)
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-            return  # dropout: nothing to compare
+            return  # with dropout the gradients are random, so they cannot be compared
         largest = max(float(a.norm()) for a in first)
         for name, a, g in zip(self._names, first, grads, strict=True):
-            # a norm far below the largest is rounding
+            # A difference far below the largest norm is rounding.
             if float((a - g[0]).norm()) > 0.05 * float(a.norm()) + 1e-4 * largest:
                 raise ValueError(f"the stacked gradient of {name} is not that of backward()")
         for name, own in self.buffers.items():
@@ -204,7 +205,7 @@ class StackedWorkers:
     def _plain_gradients(
         self, batch: Any, pristine: nn.Module
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """What backward() computes, and the buffers after it."""
+        """The gradients that backward() computes, and the buffers after it."""
         module = copy.deepcopy(pristine)
         with torch.enable_grad():
             module(moved(batch, self.device)).backward()
@@ -215,7 +216,7 @@ class StackedWorkers:
         return [found[name] for name in self._names], dict(module.named_buffers())  # type: ignore[misc]
 
     def _check_unchanged(self, pristine: nn.Module, constant: dict[str, Tensor]) -> None:
-        """Refuse a forward pass that changes what all workers share."""
+        """Refuse a forward pass that changes tensors or attributes that all workers share."""
         before, after = plain_attributes(pristine), plain_attributes(self._module)
         changed = [name for name in before if before[name] != after.get(name)]
         changed += [n for n, x in constant.items() if not torch.equal(x, self._constant[n])]
@@ -241,7 +242,8 @@ class StackedWorkers:
                 s.index_copy_(0, index, part)
 
     def _column(self, rates: list[float]) -> Tensor:
-        """Learning rates on the device; most rounds use the same few again and again."""
+        """Learning rates as a tensor on the device. It is kept, as most rounds use the same few
+        rates."""
         key = tuple(rates)
         if key not in self._columns:
             if len(self._columns) > 256:
@@ -250,7 +252,7 @@ class StackedWorkers:
         return self._columns[key]
 
     def forget_nonfinite(self, worker: int) -> None:
-        """A parameter's state starts anew where it holds inf or nan."""
+        """Reset the inner state of each of the worker's parameters whose state holds inf or nan."""
         for kept in self.state:
             if not all(bool(s[worker].isfinite().all()) for s in kept):
                 for s in kept:
@@ -272,7 +274,7 @@ def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _batched_attention(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels that vmap knows: of a CPU's only the one made of products, of a GPU's also the
-    fused ones. Not cuDNN's, which torch 2.11 cannot compile."""
+    """Allow only the attention kernels that vmap supports: on a CPU the one of matrix products, on
+    a GPU also the fused ones. cuDNN's is not allowed, as torch 2.11 cannot compile it."""
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     return sdpa_kernel([*(fused if device.type == "cuda" else []), SDPBackend.MATH])

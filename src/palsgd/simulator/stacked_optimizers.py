@@ -1,8 +1,8 @@
 """Inner optimizers for K workers at once: every tensor has a leading worker axis.
 
-Torch's own optimizers would do for workers in lock step, but workers drift apart within a round:
-their clocks, and so their learning rates, differ, and under independent draws the number of
-gradients each has seen. So the scalars of an update are columns here, one entry per worker.
+torch's own optimizers have one learning rate for all rows. Within a round the clocks of the workers
+differ, and so do their learning rates. Under independent draws their numbers of gradients differ
+too. So each scalar of an update is a column here, with one entry per worker.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,13 @@ class StackedSGD:
         self._group_of, self._groups = group_of, groups
 
     def place_of(self, name: str) -> int | None:
-        """Where a parameter's state has the tensor that torch calls so; None: it has none."""
+        """The index, in a parameter's state, of the tensor that torch calls `name`; None: there is
+        none."""
         return 0 if name == "momentum_buffer" else None
 
     def new_state(self, param: Tensor, group: int) -> list[Tensor]:
-        """The momentum and, where dampening matters, whether there is one yet: the first
-        momentum is the gradient itself."""
+        """The momentum and, with dampening, a flag that says whether there is a momentum yet, as
+        the first momentum is the gradient itself."""
         settings = self._groups[group]
         if not settings["momentum"]:
             return []
@@ -87,8 +88,9 @@ class StackedAdam:
             x.sub_(column(sizes[i], x) * first / away)
 
     def _corrections(self, steps: Tensor, rates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """1 / sqrt(1 - beta2^t) and lr / (1 - beta1^t), a row per parameter, a column per worker:
-        in one go, because hundreds of tiny kernels would take longer than the step itself."""
+        """1 / sqrt(1 - beta2^t) and lr / (1 - beta1^t), with a row per parameter and a column per
+        worker. All are computed at once, as hundreds of small kernels would take longer than the
+        step itself."""
         lr = torch.stack([rates[group] for group in self._group_of])
         betas = self._betas
         return (1 - betas[:, 1:] ** steps).rsqrt(), lr / (1 - betas[:, :1] ** steps)
@@ -97,7 +99,7 @@ class StackedAdam:
 def stacked_optimizer(
     inner: Optimizer, group_of: list[int]
 ) -> tuple[StackedSGD | StackedAdam | None, str]:
-    """The stacked twin of an optimizer, or None and the reason why there is none."""
+    """The stacked form of an optimizer, or None and the reason why there is none."""
     name, groups = type(inner).__name__, inner.param_groups
     if any(group.get(flag) for group in groups for flag in ("maximize", "amsgrad")):
         return None, f"{name} with maximize or amsgrad has no stacked twin"

@@ -1,4 +1,4 @@
-"""The rules of a method whose workers share one anchor, called for all of them at once."""
+"""Applies the rules of a method whose workers share one anchor to all workers at once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,8 @@ class StackedRules:
         self._syncer = StackedSyncer(run.worker, self._view, run.buffers)
         self._pending: StackedPending | None = None
         self._size = payload_size(run.worker)
-        # since the local phase began, by worker, and as they were at each fragment's last sync
+        # Counts by worker since the local phase began, and the same counts at each fragment's last
+        # sync.
         self._steps = [0] * run.workers
         self._sums = [[0.0] * run.workers for _ in run.replica.groups]
         self._marks = [self._mark()] * self._worker.at.fragments
@@ -187,7 +188,7 @@ class StackedRules:
 
 
 def _by_length(lengths: list[int]) -> dict[int, list[int]]:
-    """The places of each length."""
+    """The indices of the entries of each length."""
     found: dict[int, list[int]] = {}
     for place, length in enumerate(lengths):
         found.setdefault(length, []).append(place)

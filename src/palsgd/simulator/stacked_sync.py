@@ -1,7 +1,7 @@
 """A sync of all workers of one run at once, on stacked tensors.
 
 It does what `palsgd.sync.Syncer` does for one worker, in the same two halves. Plain means are taken
-tensor by tensor; coded ones go through the exchange that workers in memory use.
+tensor by tensor. Coded means use the exchange in memory of palsgd.transports.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,19 +31,19 @@ from palsgd.worker import Worker
 
 
 class StackedMoment(NamedTuple):
-    """When a sync is sent, and what each worker has done since the last one of this fragment."""
+    """When a sync is sent, and each worker's steps since the last sync of this fragment."""
 
     fragment: int
     clock: int
     round: int
     gradient_steps: Tensor  # one entry per worker
     rate_sums: list[Tensor]  # for each parameter group, one entry per worker
-    rates: list[float]  # of each parameter group, in the last step before it
+    rates: list[float]  # of each parameter group, in the last step before sending
 
 
 @dataclass
 class StackedPending:
-    """A fragment that all workers of a run have sent, with what came back."""
+    """A fragment that all workers of a run have sent, with its reduced payload."""
 
     at: StackedMoment
     size: PayloadSize
@@ -62,7 +62,7 @@ class StackedPending:
 
     @property
     def messages(self) -> list[int]:
-        """The bytes of each."""
+        """The bytes of each message."""
         return self.size.sync(self.at.fragment, self.at.round)
 
     @property
@@ -91,7 +91,7 @@ class StackedSyncer:
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, at: StackedMoment, *, keeps_local: bool) -> StackedPending:
-        """What the workers send and what comes of it, at this point of the clock."""
+        """Reduce the payloads of all workers at this clock. The result is applied later."""
         chosen = self.view.everyone(at.fragment)
         w = self._tensors(at, chosen)
         payload = self._method.payload(w)
@@ -125,8 +125,8 @@ class StackedSyncer:
     def _look_at(
         self, w: WorkerTensors, parts: list[Part]
     ) -> tuple[list[bool], list[float], list[Tensor] | None]:
-        """Which workers are finite, how far each is from the anchor, and, where the displacement
-        is simply averaged over all, its mean: all from one pass over the local models."""
+        """Which workers are finite, the distance of each to the anchor, and, if the displacement is
+        a plain mean over all workers, that mean. All come from one pass over the local models."""
         model = next((part for part in parts if part.tensors is None), None)
         averaged = model is not None and model.reduction == "mean"
         averaged = averaged and (self._syncer.codec is None or not model.coded)  # type: ignore[union-attr]
@@ -147,7 +147,7 @@ class StackedSyncer:
         return finite, distance, means if averaged and all(finite) else None
 
     def _own_tensors(self, w: WorkerTensors, parts: list[Part]) -> list[Tensor]:
-        """What the method sends beside the displacement."""
+        """The tensors that the method sends beside the displacement."""
         return [
             self._stacked(x, piece)
             for part in parts
@@ -156,14 +156,14 @@ class StackedSyncer:
         ]
 
     def _finite_rows(self, own: list[Tensor]) -> list[bool]:
-        """Norms may overflow on finite values, so every element is looked at."""
+        """Which workers are finite, from every element, as norms may overflow on finite values."""
         sound = torch.ones(self._workers, dtype=torch.bool, device=self.stack.device)
         for x in [*self.view.own(self.stack.params), *own]:
             sound &= x.reshape(self._workers, x.numel() // self._workers).isfinite().all(dim=1)
         return sound.tolist()
 
     def _averaged_buffers(self) -> list[Tensor]:
-        """This run's floating-point buffers, if they travel."""
+        """This run's floating-point buffers, if they are sent."""
         if not self._syncer.buffers.averaged:
             return []
         return [b for b in self._own_buffers().values() if b.is_floating_point()]
@@ -176,7 +176,8 @@ class StackedSyncer:
         return dict(zip(names, tensors, strict=True))
 
     def _buffer_means(self, finite: list[bool]) -> dict[str, Tensor]:
-        """Floats by their mean over the workers that take part, integers by worker 0's."""
+        """The new buffers: for floats the mean over the workers that take part, for integers worker
+        0's."""
         dtype, found = self._anchor.flat.dtype, {}
         for name, buffer in self._own_buffers().items():
             if buffer.is_floating_point():
@@ -195,7 +196,7 @@ class StackedSyncer:
         }
 
     def _per_worker(self, value: Any) -> Tensor:
-        """A number of the payload, which may be one for each worker."""
+        """A number of the payload as one entry per worker."""
         return torch.as_tensor(value, dtype=torch.float64).cpu().expand(self._workers)
 
     # -- reductions ----------------------------------------------------------------------------
@@ -203,7 +204,7 @@ class StackedSyncer:
     def _reduced(
         self, pending: StackedPending, part: Part, w: WorkerTensors, weight: Tensor, number: int
     ) -> tuple[list[Tensor], int]:
-        """What comes back of one part, and the number of messages that it took."""
+        """The reduced tensors of one part, and the number of its messages."""
         finite = torch.tensor(pending.finite)
         if part.reduction == "gather":
             return [_with_zeros(x, finite) for x in self._values(part, w)], 1
@@ -223,7 +224,8 @@ class StackedSyncer:
             yield self._stacked(x, piece).to(self._anchor.flat.dtype)
 
     def _stacked(self, x: Tensor, piece: Tensor) -> Tensor:
-        """A tensor of a payload; one that is made of common tensors alone is the same for all."""
+        """A tensor of a payload with the worker axis. A tensor that a rule made of common tensors
+        has no such axis, and is the same for all workers."""
         return x.expand(self._workers, *x.shape) if x.dim() == piece.dim() else x
 
     def _coded(
@@ -257,7 +259,7 @@ class StackedSyncer:
         return unflattened(mean, self._anchor.pieces(fragment)), used
 
     def _rows(self, part: Part, w: WorkerTensors, fragment: int) -> Tensor:
-        """A flat row for each worker, in the order in which it travels."""
+        """A flat row for each worker, in the order in which its elements are sent."""
         values = list(self._values(part, w))
         if part.tensors is not None:
             return torch.cat([x.reshape(self._workers, -1) for x in values if x.numel()], dim=1)
@@ -267,7 +269,7 @@ class StackedSyncer:
         return rows
 
     def _exchanged(self, rows: Tensor, key: tuple[int, int]) -> list[Residue]:
-        """Replace the rows by their coded mean; what each worker has not sent."""
+        """Replace the rows by their coded mean. Returns what each worker has left unsent."""
         left: Sequence[Residue | None] = self._residues.get(key) or [None] * self._workers
         messages = [
             Message(row, 0, self._syncer.codec, residue)
@@ -279,7 +281,7 @@ class StackedSyncer:
     # -- what came back ------------------------------------------------------------------------
 
     def apply(self, pending: StackedPending) -> None:
-        """The one tail of a sync: the global model, the local ones, buffers."""
+        """Change the anchor, the local models and the buffers."""
         reports = [WorkerReport(0, finite, 0.0) for finite in pending.finite]
         check_finite(reports, pending.where, self._syncer.guard.skip_nonfinite)
         self._global_step(pending)
@@ -288,7 +290,8 @@ class StackedSyncer:
         self._set_buffers(pending)
 
     def _global_step(self, pending: StackedPending) -> None:
-        """Only this fragment's pieces have a gradient, and so only they move."""
+        """Change the anchor. Only this fragment's pieces have a gradient, so the outer step changes
+        only them."""
         at = pending.at
         params = self._anchor.outer_params[at.fragment]
         if "model" in pending.parts and "model" not in pending.gathered:
@@ -305,7 +308,7 @@ class StackedSyncer:
         self.view.keep(w, chosen)
 
     def _restart(self, pending: StackedPending) -> None:
-        """What the local models become."""
+        """Set the local models after the anchor has changed."""
         going = [k for k, finite in enumerate(pending.finite) if finite]
         if self._method.overrides("restart"):
             chosen = self.view.select(going, pending.at.fragment)
@@ -319,7 +322,7 @@ class StackedSyncer:
                 self._start_over(k, pending.at.round)
 
     def _move_on(self, pending: StackedPending) -> None:
-        """The anchor, plus what the local models have gained meanwhile."""
+        """Set each local model to the anchor plus its change since it was sent."""
         fragment = pending.at.fragment
         chosen = self.view.everyone(fragment)
         local = chosen.take(self.view.own(self.stack.params))
@@ -333,7 +336,8 @@ class StackedSyncer:
         chosen.put_back()
 
     def _start_over(self, worker: int, round: int) -> None:
-        """A worker whose model was not finite goes on from the global one, all fragments of it."""
+        """Set all fragments of the local model of a worker that was not finite to the global
+        model."""
         for x, a in zip(self.view.own(self.stack.params), self._anchor.views, strict=True):
             x[worker] = a.to(x.dtype)
         self.view.reset_local(worker)
@@ -344,7 +348,7 @@ class StackedSyncer:
         self.stack.forget_nonfinite(self.view.number_of(worker))
 
     def _set_buffers(self, pending: StackedPending) -> None:
-        """The means become every worker's buffers, and the global model's."""
+        """Set every worker's buffers, and the global model's, to the means."""
         own = self._own_buffers() if pending.buffers else {}
         for name, mean in pending.buffers.items():
             own[name].copy_(mean.to(own[name].dtype))
@@ -379,8 +383,8 @@ def _displacement(w: WorkerTensors) -> Iterator[Tensor]:
 
 
 def _weighted(x: Tensor, share: Tensor) -> Tensor:
-    """The sum over the workers, each times its share; those without one are left out, as what is
-    not finite would spoil a product with zero."""
+    """The sum over the workers, each times its share. Workers with share 0 are left out of the sum,
+    as zero times inf or nan is nan."""
     chosen = share.nonzero().flatten()
     if len(chosen) < len(share):
         x, share = x[chosen.to(x.device)], share[chosen]
@@ -396,7 +400,7 @@ def _with_zeros(x: Tensor, finite: Tensor) -> Tensor:
 
 
 def _in_memory_order(mean: Tensor, param: Tensor) -> Tensor:
-    """With the strides of the parameter, which fused optimizers rely on."""
+    """`mean` with the strides of the parameter, as fused optimizers need equal strides."""
     if mean.stride() == param.stride() and mean.dtype == param.dtype:
         return mean
     return torch.empty_like(param).copy_(mean)

@@ -1,4 +1,4 @@
-"""How the tensors of several stacked workers are shown to the rules of their method."""
+"""Makes the `w` through which the rules of a method see the tensors of stacked workers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,10 +15,10 @@ from palsgd.tensors import WorkerTensors, mix_
 
 
 class Selection:
-    """Some workers of a run, and of their tensors all or those of a fragment.
+    """Some workers of a run, with all of their tensors or the tensors of one fragment.
 
-    What `take` gives are views wherever memory allows; what had to be copied is written back by
-    `put_back`.
+    `take` returns views if the memory layout allows them, else copies, which `put_back` writes
+    back.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Selection:
         return self._index
 
     def take(self, stacked: list[Tensor]) -> list[Tensor]:
-        """These workers' part of tensors that are stacked over all workers of the run."""
+        """The rows of these workers in tensors that are stacked over all workers of the run."""
         rows = [self._chosen(x) for x in stacked]
         if self._places is None:
             return rows
@@ -87,8 +87,8 @@ def shaped_rows(layout: Layout, i: int, flat: Tensor) -> Tensor:
 class StackedView:
     """Makes the `w` of a method's slots for some workers of one run.
 
-    The anchor and the global states are those of the run's one optimizer; the local models lie in
-    the stack; the local states, stacked, lie here.
+    The anchor and the global states are those of the run's one optimizer. The local models are in
+    the stack. The stacked local states are in this object.
     """
 
     def __init__(self, syncer: Syncer, stack: StackedWorkers, first: int):
@@ -129,7 +129,7 @@ class StackedView:
         return self._own.start + worker
 
     def own(self, stacked: list[Tensor]) -> list[Tensor]:
-        """This run's part of tensors that are stacked over all runs."""
+        """This run's rows of tensors that are stacked over all runs."""
         if len(stacked[0]) == self.workers:
             return stacked
         return [x[self._own] for x in stacked]
@@ -143,10 +143,11 @@ class StackedView:
         return w
 
     def _mix(self, workers: Sequence[int], group: int, weight: Rate) -> None:
-        """Pull workers towards the anchor, those of equal weight together."""
+        """Pull the local models of some workers towards the anchor; workers of equal weight share a
+        kernel."""
         stacked = self.own(self.stack.params)
         members = self.replica.groups[group]
-        if not members:  # all of them are frozen
+        if not members:  # all tensors of the group are frozen
             return
         for each, rows in _by_weight(workers, weight).items():
             if len(rows) == self.workers:
@@ -156,7 +157,7 @@ class StackedView:
             # Rows of the same shape as the anchor share one kernel, and need no copies.
             local = [stacked[i][k] for i in members for k in rows]
             anchors = [self.anchor.views[i] for i in members for _ in rows]
-            if self._one_dtype:  # no look at each of many small tensors
+            if self._one_dtype:  # then the types of many small tensors need not be compared
                 torch._foreach_lerp_(local, anchors, each)
             else:
                 mix_(local, anchors, each)
@@ -176,9 +177,9 @@ class StackedView:
         rates: Sequence[float],
         **known: Any,
     ) -> WorkerTensors:
-        """The tensors of a fragment. `local` are the workers' as they were sent, if they have
-        moved on; `rate_sums` has one entry per worker for each parameter group, `rates` a number
-        that all workers share."""
+        """The tensors of a fragment. `local` are the local models as they were sent, if they have
+        changed since. `rate_sums` has, for each parameter group, one entry per worker. `rates` has,
+        for each group, one number for all workers."""
         owners = self.anchor.owners(fragment)
         group_of = [self._group_of[i] for i in owners]
         groups = [
@@ -194,7 +195,8 @@ class StackedView:
         return self._made(chosen, fragment, groups, more, known)
 
     def keep(self, w: WorkerTensors, chosen: Selection) -> None:
-        """After a rule: write back what it worked on as a copy, and its numbers."""
+        """After a rule, write the copies that it changed back into the stack, and keep its
+        numbers."""
         chosen.put_back()
         for name, kept in self.local_scalars.items():
             kept[list(chosen.workers)] = torch.as_tensor(getattr(w, name), dtype=torch.float64)
@@ -202,7 +204,7 @@ class StackedView:
             self.states.common_scalars[name] = _common_number(name, getattr(w, name))
 
     def reset_local(self, worker: int) -> None:
-        """The local states of a worker begin anew."""
+        """Reset the local states of a worker."""
         for tensors in self.local_states.values():
             for x in tensors:
                 x[worker] = 0
@@ -249,7 +251,7 @@ class StackedView:
         ]
 
     def _norm(self, w: WorkerTensors, tensors: Iterable[Tensor], workers: int) -> Any:
-        """One entry per worker; of tensors that all workers share, a number."""
+        """The norm, with one entry per worker; for tensors that all workers share, one number."""
         found = list(tensors)
         lists = [w.anchor, *(getattr(w, name) for name in self.states.common)]
         common = {id(x) for each in lists for x in each}
@@ -282,7 +284,7 @@ def _common(kept: FlatModel, fragment: int | None) -> list[Tensor]:
 
 
 def squared_norms(tensors: Iterable[Tensor], workers: int) -> Tensor:
-    """Of all elements of each stacked worker, in double precision."""
+    """The squared norm of all elements of each stacked worker, in double precision."""
     return total_squares([row_norms(x, workers) for x in tensors], workers)
 
 

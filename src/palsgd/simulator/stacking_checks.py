@@ -1,4 +1,4 @@
-"""What can be stacked, and how losses and batches are."""
+"""Checks which models and optimizers can be stacked, and stacks losses and batches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from palsgd.optimizer import LocalOptimizer
 
 
 class CannotVectorizeError(Exception):
-    """The reason, in one line."""
+    """A simulation cannot be stacked. The message is the reason, in one line."""
 
 
 class UnequalBatchesError(RuntimeError):
@@ -32,7 +32,7 @@ class LossModule(nn.Module):
 
 
 def check_stackable(model: nn.Module, opt: LocalOptimizer) -> None:
-    """Refuse what the stacked program would pass over in silence."""
+    """Refuse what the stacked program would ignore without an error."""
     inner, scheduler = opt.inner, opt._worker.inner.scheduler
     for name, each in (("the optimizer", opt), ("the inner optimizer", inner)):
         if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
@@ -52,8 +52,8 @@ def has_hooks(param: Tensor) -> bool:
 
 
 def clipped(grads: list[Tensor], max_norm: float) -> list[Tensor]:
-    """As torch.nn.utils.clip_grad_norm_, each worker by its own norm. Not in place: a gradient may
-    be an expanded tensor."""
+    """Clip as torch.nn.utils.clip_grad_norm_ does, each worker by its own norm. It does not clip in
+    place, as a gradient may be an expanded tensor."""
     norms = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
     scale = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     return [g * scale.to(g.dtype).view(-1, *[1] * (g.dim() - 1)) for g in grads]
@@ -71,7 +71,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try its algorithms: the stacked shapes never change and are unusual."""
+    """Inside, cuDNN tries its algorithms, as the stacked shapes never change and are unusual."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -85,7 +85,7 @@ def as_it_is(program: Callable) -> Callable:
 
 
 def stacked_batch(batches: list[Any]) -> Any:
-    """One batch whose leaves have the worker axis. Moved to the device only then, in one go."""
+    """One batch whose leaves have the worker axis. It is moved to the device after stacking."""
     try:
         return pytree.tree_map(_stacked_leaf, *batches)
     except (RuntimeError, ValueError) as error:  # other shapes, or other keys
@@ -99,8 +99,8 @@ def _stacked_leaf(*leaves: Any) -> Tensor:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Numbers and the like that modules keep: a count of calls, say, which a stacked program would
-    advance once where K workers advance it K times."""
+    """The attributes of modules that are plain values, such as a count of calls, which a stacked
+    program would increase once where K workers increase it K times."""
     return {
         f"{name}.{key}": value
         for name, each in module.named_modules()

@@ -1,4 +1,5 @@
-"""What a worker does between two exchanges: gradient steps, each with the steps that follow it."""
+"""A worker's steps between two exchanges: gradient steps, each with the steps without data that
+follow it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,7 +49,7 @@ class Stretch:
 
 
 def common_rate(values: Sequence[float]) -> Rate:
-    """One number where all workers have the same, else one entry per worker."""
+    """One number if all workers have the same rate, else one entry per worker."""
     if all(value == values[0] for value in values):
         return values[0]
     return torch.tensor(values, dtype=torch.float64)
@@ -63,5 +64,5 @@ def rates_at(ticks: Sequence[int], rates: TickRates) -> Rates:
 
 
 def mixing_rates(steps: Sequence[Sequence[int]], rates: TickRates) -> list[Rates]:
-    """The same for steps in a row, of which each worker has equally many."""
+    """The rates of each group at several steps in a row, of which each worker has equally many."""
     return [rates_at(ticks, rates) for ticks in zip(*steps, strict=True)]

@@ -1,9 +1,9 @@
 """The vectorized engine: the workers of one run, or of many, as one stacked program.
 
-Between two exchanges workers need each other for nothing, so they need not share a clock: the j-th
-gradients of such a stretch are computed for all workers at once, whatever steps they belong to, and
-steps without data cost no gradient. With balanced draws all have equally many; otherwise the
-workers that have fewer sit out the last ones.
+Between two exchanges no worker needs another, so the workers need not have the same clock. The j-th
+gradients of such a stretch are computed for all workers at once, whatever their clocks. Steps
+without data compute no gradient. With balanced draws all workers have equally many gradients in a
+stretch; otherwise the last gradients are computed for fewer workers.
 """
 
 import logging
@@ -37,7 +37,7 @@ Losses = list[Tensor]  # of each worker, in their order
 
 
 class Member(NamedTuple):
-    """A run of the program: its number, and that of its first worker in the stack."""
+    """A run of the program, with its number and the number of its first worker in the stack."""
 
     run: Run
     number: int
@@ -52,14 +52,14 @@ class Member(NamedTuple):
         return self.run.rules
 
     def slots(self, everyone: dict[int, GradientSlot]) -> dict[int, GradientSlot]:
-        """Those of this run, by the worker's number in it."""
+        """The slots of this run, by the number of the worker in the run."""
         stop = self.first + self.run.workers
         if self.first == 0 and next(reversed(everyone)) < stop:
             return everyone
         return {k - self.first: s for k, s in everyone.items() if self.first <= k < stop}
 
     def part(self, everyone: list[Any]) -> list[Any]:
-        """This run's part of what all workers of all runs have."""
+        """This run's part of a list over all workers of all runs."""
         return everyone[self.first : self.first + self.run.workers]
 
 
@@ -82,11 +82,12 @@ class Vectorized:
         )
         self.clock, self._open = 0, False
         self._max_norm = first.worker.inner.max_norm
-        self._losses: list[tuple[list[int], Tensor]] = []  # whose and what, since the last record
+        # the workers and their losses, since the last record
+        self._losses: list[tuple[list[int], Tensor]] = []
 
     @property
     def schedule(self) -> Schedule:
-        """Runs of one program have the same."""
+        """The schedule, which all runs of one program have in common."""
         return self.runs[0].schedule
 
     def try_gradient(self) -> None:
@@ -94,7 +95,7 @@ class Vectorized:
 
     @torch.no_grad()
     def train(self, steps: int) -> None:
-        """Until the clock shows `steps`, or no run is left."""
+        """Train until the clock shows `steps` or every run has ended."""
         for run in self.runs:
             run.end_at(steps)
         while self._goes_on(steps):
@@ -124,7 +125,7 @@ class Vectorized:
         return grads if self._max_norm is None else clipped(grads, self._max_norm)
 
     def _tick(self) -> list[list[float]]:
-        """The learning rates of each run at this step of the clock, which then moves on."""
+        """Advance the clock by one step. Returns the learning rates of each run at that step."""
         rates = [run.tick(self.clock) for run in self.runs]
         self.clock += 1
         return rates
@@ -142,14 +143,14 @@ class Vectorized:
             self._record(member, losses, [0.0] * self.workers)
 
     def _average_buffers(self, member: Member) -> None:
-        """Floats by their mean, integers by worker 0's."""
+        """Set float buffers to their mean over the workers, and integer buffers to worker 0's."""
         rows = slice(member.first, member.first + self.workers)
         for buffer in self.stack.buffers.values():
             own = buffer[rows]
             own.copy_(own.mean(dim=0) if own.is_floating_point() else own[0].clone())
 
     def _open_local_phase(self) -> None:
-        """From here on each worker has a model of its own."""
+        """Give each worker a model of its own."""
         if self._open:
             return
         self._open = True
@@ -160,7 +161,7 @@ class Vectorized:
             member.rules.open_local_phase()
 
     def _stretch(self, end: int) -> None:
-        """All steps up to an exchange."""
+        """Take all steps up to an exchange."""
         start = self.clock
         stretches = [each for run in self.runs for each in run.stretches(start, end)]
         rates = self._rates_until(end)
@@ -173,8 +174,8 @@ class Vectorized:
             member.rules.passed(end, member.part(stretches), rates[member.number])
 
     def _rates_until(self, end: int) -> list[TickRates]:
-        """The learning rates of each run at each step up to a clock, which is then reached. Steps
-        with equal rates share one list, so that they are quickly seen to be equal."""
+        """Advance the clock to `end`. Returns the learning rates of each run at each step. Steps
+        with equal rates share one list, so that comparing them is fast."""
         found: list[TickRates] = [[] for _ in self.runs]
         while self.clock < end:
             for kept, now in zip(found, self._tick(), strict=True):
@@ -184,7 +185,8 @@ class Vectorized:
     def _gradient_step(
         self, start: int, slots: dict[int, GradientSlot], rates: list[TickRates]
     ) -> None:
-        """One gradient of each worker that has another one, and what follows it."""
+        """Take the next gradient step of each worker that has one, and the steps without data after
+        it."""
         who = list(slots)
         grads = self._take_gradients(who)
         own = [(member, member.slots(slots)) for member in self._members()]
@@ -221,13 +223,14 @@ class Vectorized:
     # -- exchanges -------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        """What is due at this point of the clock."""
+        """Do what is due at this clock."""
         losses = self._losses_so_far() if self.schedule.changes_model(self.clock) else []
         for member in self._members():
             run = member.run
             try:
                 changed = member.rules.run_due()
-            except NonFiniteError as error:  # its workers go on, unseen: they touch no others
+            # its workers stay in the stack, where they do not affect other runs
+            except NonFiniteError as error:
                 run.error = self._loss_error(member, losses) or error
                 continue
             if changed:
@@ -236,7 +239,7 @@ class Vectorized:
     # -- bookkeeping -----------------------------------------------------------------------------
 
     def _losses_so_far(self) -> Losses:
-        """Of each worker since the last record, in one transfer from the device."""
+        """The losses of each worker since the last record, in one transfer from the device."""
         taken, self._losses = self._losses, []
         if not taken:
             return [torch.zeros(0)] * self.stack.count
@@ -247,7 +250,8 @@ class Vectorized:
         return list(flat[order].split(counts))
 
     def _loss_error(self, member: Member, losses: Losses) -> NonFiniteError | None:
-        """Names the first loss that is not finite, unless such workers are left out."""
+        """An error that names the first loss that is not finite; None if there is none or such
+        workers are left out."""
         if member.run.skips_nonfinite:
             return None
         totals = [ledger.gradient_steps for ledger in member.run.ledgers]
@@ -271,14 +275,14 @@ class Vectorized:
             )
 
     def show_all(self) -> None:
-        """Every run's model becomes its global model."""
+        """Copy the global model of every run into the run's model."""
         for number, run in enumerate(self.runs):
             run.show(self.stack, number * self.workers)
 
 
 def alike(runs: list[Run]) -> list[list[Run]]:
-    """Runs that fit into one program each: shapes, rounds and inner optimizers must be equal;
-    methods, learning rates, seeds and outer optimizers are each run's own."""
+    """Groups of runs that can share one program. Shapes, rounds and inner optimizers must be equal;
+    methods, learning rates, seeds and outer optimizers may differ."""
     groups: list[list[Run]] = []
     for run in runs:
         mates = next((group for group in groups if not _difference(group[0], run)), None)
@@ -296,7 +300,7 @@ def alike(runs: list[Run]) -> list[list[Run]]:
 
 
 def _difference(first: Run, other: Run) -> str:
-    """What keeps two runs from sharing a program; empty if nothing does."""
+    """The reason why two runs cannot share a program; empty if they can."""
     mine, theirs = _shape_of(first), _shape_of(other)
     for name in mine:
         if mine[name] != theirs[name]:

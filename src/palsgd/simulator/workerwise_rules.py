@@ -1,8 +1,8 @@
-"""The rules of a method whose workers have anchors of their own, called worker by worker.
+"""Applies the rules of a method whose workers have their own anchors, worker by worker.
 
-Each worker has its own optimizer, whose parameters, buffers and inner state are views of the stack:
-gradients and inner steps are those of all workers at once, everything else is the code of a
-process.
+Each worker has its own optimizer, whose parameters, buffers and inner state are views of the stack.
+Gradients and inner steps are computed for all workers at once. Everything else runs the code of a
+real process.
 """
 
 from torch import Tensor
@@ -88,7 +88,7 @@ class WorkerwiseRules:
         return changes
 
     def _drive(self, exchanges: list[Exchange]) -> None:
-        """All workers through the same exchanges."""
+        """Run the exchanges of all workers together, request by request."""
         clock = self._workers[0].at.clock
         requests = [next(exchange, None) for exchange in exchanges]
         while any(request is not None for request in requests):
@@ -96,7 +96,7 @@ class WorkerwiseRules:
             requests = [_resumed(exchange, sent) for exchange in exchanges]
 
     def _forget_nonfinite(self) -> None:
-        """An optimizer that has dropped inner state has it dropped in the stack too."""
+        """Reset the inner state in the stack of each worker whose optimizer has dropped it."""
         for k, opt in enumerate(self._run.opts):
             if any(not state for state in opt.inner.state.values()):
                 self._stack.forget_nonfinite(self._first + k)

@@ -1,8 +1,8 @@
 """PALSGD as Theorem 2 has it, for many runs at once: inner SGD, outer SGD with learning rate 1.
 
 The state is one tensor (runs, workers, dim) in float64. The rules are those of `palsgd.PALSGD`;
-tests compare the two step by step. What a run averages for xhat are the anchors x^(t), with the
-weights w_t = (1 - mu alpha)^-(t+1).
+tests compare the two step by step. xhat is the mean of the anchors x^(t) with the weights w_t = (1
+- mu alpha)^-(t+1).
 """
 
 from collections.abc import Callable, Collection
@@ -24,7 +24,7 @@ Watch = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class Source(Protocol):
-    """Where the randomness of all runs comes from."""
+    """The source of the random numbers of all runs."""
 
     runs: int
 
@@ -119,8 +119,8 @@ def step(
 
 
 class WeightedMean:
-    """Mean with weights that grow by 1/decay each step, kept relative to the last one: the weights
-    themselves would overflow in long runs."""
+    """A mean with weights that grow by 1/decay in each step. The weights are kept relative to the
+    last one, as the weights themselves would overflow in long runs."""
 
     def __init__(self, decay: float):
         self._decay, self._total = decay, 0.0

@@ -9,7 +9,7 @@ from palsgd.theory.theorem import Setting
 
 @dataclass(frozen=True)
 class Bound:
-    """Of E[F(xhat)] - F*, and the three terms it is the sum of."""
+    """The bound of E[F(xhat)] - F*, as the sum of its three terms."""
 
     transient: float
     drift: float

@@ -245,7 +245,7 @@ def _transient_setting(
 
 
 def _decay(x: list[float], measured: list[Measured]) -> Fit:
-    """The slope of ln error once the first third is over."""
+    """The slope of ln error over the last two thirds of x."""
     late = [at for at, value in enumerate(x) if value >= x[-1] / 3]
     return straight_line([x[at] for at in late], [measured[at] for at in late])
 

@@ -80,7 +80,8 @@ def drift_by_steps(context: StudyContext) -> Study:
 
 
 def floor_by_workers(context: StudyContext) -> Study:
-    """With more and more workers a quadratic's error falls on; a bent problem's stops at drift."""
+    """With more workers a quadratic's error keeps falling, and a bent problem's error stops at its
+    drift."""
     study = Study("floor", "Where more workers stop helping", "workers K")
     bent, every, numbers = _bent(context), 4, (16, 128, 1024, 2048)
     lr = context.setting.mix_prob / (6 * bent.smoothness * every)
@@ -109,7 +110,7 @@ def floor_by_workers(context: StudyContext) -> Study:
 
 
 def _bent_runs(context: StudyContext) -> int:
-    """So many workers are a mean over many already."""
+    """Fewer runs, as the mean over so many workers has little noise already."""
     return max(4, context.runs // 50)
 
 

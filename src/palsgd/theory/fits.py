@@ -46,8 +46,8 @@ def power_law(x: Sequence[float], measured: Sequence[Measured]) -> Fit:
 def straight_line(x: Sequence[float] | np.ndarray, measured: Sequence[Measured]) -> Fit:
     """The slope of ln y, by least squares with each point's own error.
 
-    Where the points lie further from the line than their errors explain, the line is not quite the
-    law, and the interval is widened by as much.
+    If the points lie further from the line than their errors explain, the line is not exactly the
+    law, and the interval is widened by the same factor.
     """
     at = np.asarray(x, dtype=float)
     mean = np.array([each.mean for each in measured])

@@ -20,7 +20,7 @@ from palsgd.theory.theorem import Setting, largest_lr
 
 ALGORITHM, DEFINED, STATED = "as the algorithm", "as defined", "as stated"
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
-_DOUBT = 0.01  # of a wrong "holds" or "fails" anywhere among the steps of a check
+_DOUBT = 0.01  # probability of a wrong "holds" or "fails" among all steps of a check
 _ROUNDING = 1e-9
 _ROUNDS = 8
 
@@ -53,7 +53,7 @@ def judge(claim: str, form: str, where: str, left: Tensor, right: Tensor, why: s
     else:
         verdict = HOLDS if (mean - reach >= -slack).all() else UNDECIDED
     lefts, rights = left.mean(1), right.mean(1)
-    # Where both sides are nothing there is nothing to see.
+    # Steps at which both sides are 0 are left out.
     ratio = torch.where(lefts.abs() + rights.abs() > 0, lefts / rights, -math.inf)
     worst = int(ratio.nan_to_num(nan=-math.inf).argmax())
     random = spread > slack
@@ -64,7 +64,8 @@ def judge(claim: str, form: str, where: str, left: Tensor, right: Tensor, why: s
 
 
 class Trajectory:
-    """What the lemmas speak of, for each step and run: lists that become tensors (steps, runs)."""
+    """The quantities of the lemmas for each step and run: lists that become tensors (steps,
+    runs)."""
 
     def __init__(
         self, context: StudyContext, problem: Problem, setting: Setting, *, form: str,
@@ -98,7 +99,7 @@ class Trajectory:
         expected = slope + self.own_eta * (mean - anchor)
         written = slope + self.eta * (mean - anchor)  # g-bar as the paper has it
         away = mean - problem.optimum
-        # A term whose expectation is 0, taken off so that fewer runs are needed.
+        # This term has expectation 0. It is subtracted so that fewer runs are needed.
         chance = 2 * alpha * ((away - alpha * expected) * (g - expected)).sum(1)
         self._add("distance", away.square().sum(1))
         self._add("next", (moved - problem.optimum).square().sum(1))
@@ -140,7 +141,8 @@ def lemma2(path: Trajectory, form: str, where: str, why: str = "") -> Check:
 
 
 def lemma3(path: Trajectory, form: str, where: str) -> Iterable[Check]:
-    """Its recursion with p^2/(2H), as stated, and with p/(2H), which its proof arrives at."""
+    """Checks the lemma's recursion with p^2/(2H), as stated, and with p/(2H), which its proof
+    shows."""
     s, problem = path.setting, path.problem
     H, p, squared = s.sync_every, s.mix_prob, s.lr**2
     constants = {"p^2/(2H), as stated": p**2 / (2 * H), "p/(2H), as the proof has it": p / (2 * H)}
@@ -219,7 +221,7 @@ def largest_factor(problem: Problem, setting: Setting) -> Check:
 
 
 def lemma4_extreme(context: StudyContext) -> Iterable[Check]:
-    """A sequence that meets Lemma 4's recursion with equality: no noise, e_t = 1 at the first step
+    """A sequence for which Lemma 4's recursion is an equality: no noise, e_t = 1 at the first step
     of each round and 0 at the others."""
     base, problem = context.setting, context.problem
     H, p, L = max(8, base.sync_every), base.mix_prob, problem.smoothness

@@ -41,7 +41,7 @@ class Problem(ABC):
 
     @abstractmethod
     def gradient(self, x: Tensor) -> Tensor:
-        """Of F."""
+        """The gradient of F."""
 
     @abstractmethod
     def draw(self, runs: int, workers: int, generator: Generator) -> Any:
@@ -49,7 +49,7 @@ class Problem(ABC):
 
     @abstractmethod
     def noisy_gradient(self, x: Tensor, sample: Any) -> Tensor:
-        """Of f(x, sample)."""
+        """The gradient of f(x, sample)."""
 
     def start(self, distance: float) -> Tensor:
         """A point so far from x*, equally in all coordinates."""
@@ -215,7 +215,8 @@ def spectrum(kind: str, dim: int, mu: float, smoothness: float) -> Tensor:
 
 
 def minimize_logistic(rows: Tensor, mu: float) -> Tensor:
-    """By Newton's method: quadratic convergence to rounding, in far fewer steps than these."""
+    """The minimum by Newton's method, which converges to rounding in far fewer steps than are
+    allowed."""
     x = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     eye = torch.eye(rows.shape[1], dtype=torch.float64, device=rows.device)
     for _ in range(100):
@@ -223,7 +224,7 @@ def minimize_logistic(rows: Tensor, mu: float) -> Tensor:
         gradient = mu * x - miss @ rows / len(rows)
         hessian = (rows.T * (miss * (1 - miss))) @ rows / len(rows) + mu * eye
         newton = torch.linalg.solve(hessian, gradient)
-        # Halved until it descends, which far from the optimum a full step need not.
+        # The step is halved until F falls, as a full step far from the optimum may increase F.
         value, size = _logistic(x, rows, mu), 1.0
         while _logistic(x - size * newton, rows, mu) > value and size > 1e-6:
             size /= 2

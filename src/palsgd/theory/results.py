@@ -37,7 +37,7 @@ class Results:
         return self.context.setting.outside(self.context.problem)
 
     def document(self) -> dict[str, Any]:
-        """For theory.json; docs/theory.md says what is what."""
+        """The contents of theory.json, whose fields docs/theory.md explains."""
         context, problem = self.context, self.context.problem
         return {
             "schema": 1,
@@ -75,7 +75,7 @@ class Results:
 def examine(
     context: StudyContext, at: Callable[[int, str], None] = lambda done, what: None
 ) -> Results:
-    """Everything, one part after another; `at(done, what)` hears which is next."""
+    """Run all studies and checks, one after another. `at(done, what)` is called before each."""
     studies = []
     for done, study in enumerate(STUDIES):
         at(done, study.__name__.replace("_", " "))

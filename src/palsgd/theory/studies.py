@@ -1,4 +1,4 @@
-"""What every study shares: the runs it starts, and the lines and exponents it hands back."""
+"""The code that all studies share: the runs they start, and the lines and exponents they return."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class StudyContext:
 
     @property
     def few_runs(self) -> int:
-        """Where there are many settings to run."""
+        """The number of runs per setting for studies with many settings."""
         return max(32, self.runs // 4)
 
     def outcome(
@@ -57,7 +57,7 @@ class Line:
         return power_law(self.x, self.measured)
 
     def bound_slope(self) -> float:
-        """Of the bound, over the same points."""
+        """The slope of the bound over the same points."""
         assert self.bound is not None
         return power_law(self.x, [Measured(value, 0.0) for value in self.bound]).slope
 
@@ -92,12 +92,12 @@ class Study:
     exponents: list[Exponent] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     log_x: bool = True
-    show_bound: bool = True  # where it does not press all else into a corner
+    show_bound: bool = True  # False if the bound is so large that the other lines could not be read
     names: list[str] = field(default_factory=list)  # of the places on the x axis, if no numbers
 
 
 def skipped(study: Study, steps: float) -> bool:
-    """Whether a study is too long to run; then it says so."""
+    """Is a study too long to run? If so, its text says so."""
     if steps <= MOST_STEPS:
         return False
     study.notes.append(
@@ -116,7 +116,7 @@ def say_outside(study: Study, settings: Sequence[Setting], problem: Problem) -> 
 
 
 def noiseless(study: Study, context: StudyContext) -> bool:
-    """Whether a study of noise has none; then it says so."""
+    """Is the problem of a study of noise without noise? If so, the study's text says so."""
     if context.problem.sigma > 0:
         return False
     study.notes.append("Not run: without noise (sigma = 0) this term is 0.")
@@ -124,14 +124,14 @@ def noiseless(study: Study, context: StudyContext) -> bool:
 
 
 def times(one: float, other: float) -> str:
-    """How many times the other, for people."""
+    """The ratio of the two numbers, in words."""
     if not other:
         return "infinitely many"
     return f"{one / other:,.0f}" if one >= 100 * other else f"{one / other:.3g}"
 
 
 def rounds_up(steps: float, sync_every: int) -> int:
-    """To whole rounds."""
+    """The number of steps, rounded up to whole rounds."""
     return math.ceil(steps / sync_every) * sync_every
 
 
@@ -140,7 +140,7 @@ def with_(setting: Setting, **changes: object) -> Setting:
 
 
 def mean_model_watch(problem: Problem, each: Callable[[int, Tensor, Tensor], None]) -> Watch:
-    """Hands on F - F* of the workers' mean and of the anchor, at each step."""
+    """Calls `each` with F - F* of the workers' mean and of the anchor, at each step."""
 
     def watch(clock: int, before: Tensor, after: Tensor, anchor: Tensor) -> None:
         each(clock, problem.excess(before.mean(dim=1)), problem.excess(anchor[:, 0]))

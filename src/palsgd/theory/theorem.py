@@ -1,4 +1,4 @@
-"""What PALSGD runs with, and what Theorem 2 asks of it."""
+"""The settings of PALSGD in Theorem 2, and the conditions of the theorem."""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ class Setting:
         return self.lr * self.mix_rate / self.mix_prob
 
     def outside(self, problem: Problem) -> list[str]:
-        """What of this the theorem does not cover, in words; it can be run all the same."""
+        """The conditions of the theorem that this setting does not meet, in words. It can be run
+        anyway."""
         found = []
         if self.mix_prob > 0.5:
             found.append(f"mix_prob={self.mix_prob:g} is above 1/2")

@@ -16,7 +16,7 @@ _END = 4.0  # mu alpha T
 
 @dataclass(frozen=True)
 class Regime:
-    """Noise alone, from x*; or the way to x* alone, without noise."""
+    """A start at x*, where all error is noise; or a start away from x* without noise."""
 
     label: str
     noise: bool
@@ -62,7 +62,7 @@ def by_mix_prob(context: StudyContext) -> Study:
 
 
 def by_mix_rate(context: StudyContext) -> Study:
-    """From no mixing to beta = 1, which puts a worker back onto the anchor."""
+    """Varies eta from no mixing to beta = 1, which sets a worker's model to the anchor."""
     study = Study("mix-rate", "Away from the theorem: eta", "eta / (p / (2 H alpha))", log_x=False)
     steps, base = _length(context), context.setting
     times = [*(each for each in _TIMES_ETA if each < 2 * base.sync_every), 2.0 * base.sync_every]
@@ -86,7 +86,7 @@ def _length(context: StudyContext) -> int:
 
 
 def _against(found: Measured, other: Measured) -> str:
-    """As a ratio with its confidence; both have independent errors."""
+    """The ratio of two means with its confidence interval; the means have independent errors."""
     if not (found.mean > 0 and other.mean > 0):
         return "cannot be compared with"
     ratio = found.mean / other.mean

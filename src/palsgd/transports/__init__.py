@@ -1,4 +1,4 @@
-"""How the workers exchange what they have to tell each other."""
+"""Transports: how the messages of the workers are exchanged."""
 
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.process_group import ProcessGroupTransport, find_transport

@@ -1,4 +1,4 @@
-"""One thread that carries out jobs in order, while the training loop goes on."""
+"""One thread that runs exchanges in order while the training loop goes on."""
 
 import threading
 import weakref
@@ -13,8 +13,8 @@ Job = tuple[Callable[[], int], "Future[int]"] | None
 
 
 class Background:
-    """The thread is a daemon: at the end of a program nobody waits for a message whose peer may
-    be gone. It ends when this object does."""
+    """The thread is a daemon, so that a program can end although an exchange waits for a lost peer.
+    The thread ends when this object is deleted."""
 
     def __init__(self, device: torch.device):
         self._jobs: SimpleQueue[Any] = SimpleQueue()
@@ -23,7 +23,8 @@ class Background:
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], int]) -> "Future[int]":
-        """On a GPU the job begins when the device has done all that was asked of it so far."""
+        """Run `job` in the thread. On a GPU the job begins after all work that the device has been
+        given so far."""
         future: Future[int] = Future()
         event = None
         if self._device.type == "cuda":
@@ -45,12 +46,12 @@ def _work(jobs: "SimpleQueue[Any]", device: torch.device) -> None:
             with torch.cuda.stream(stream):
                 stream.wait_event(event)
                 sent = _quietly(job)
-                stream.synchronize()  # so that whoever waits for the result may use it at once
+                stream.synchronize()  # the result may be used at once after waiting for it
             future.set_result(sent)
         except BaseException as error:
             future.set_exception(error)
         finally:
-            del found, job, future  # an idle thread keeps no model alive
+            del found, job, future  # an idle thread must not keep a model in memory
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Workers that live in one process: a simulator brings their messages together."""
+"""The exchange of workers in one process, whose messages a simulator collects."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -11,9 +11,10 @@ from palsgd.transports.transport import Message, Transport, check_agreement
 
 
 class SimulatedTransport(Transport):
-    """A place among K workers. The simulator exchanges; nothing is ever asked of it here.
+    """The number of one of K simulated workers. The simulator exchanges the messages, so the
+    methods that exchange refuse.
 
-    `settings` is one list for all workers of a simulation, in which `agree` compares them.
+    All workers of a simulation share the list `settings`, in which `agree` compares their settings.
     """
 
     def __init__(self, worker: int, workers: int, settings: list[dict[str, Any]]):
@@ -32,7 +33,7 @@ class SimulatedTransport(Transport):
         _refuse()
 
     def finish(self, message: Message) -> int:
-        """Messages meet when they are started, and are there at once."""
+        """The simulator has exchanged the message when it was started."""
         return message.handed_over(self.workers)
 
     def agree(self, settings: dict[str, Any]) -> None:
@@ -45,8 +46,8 @@ def _refuse() -> NoReturn:
 
 
 def average_in_memory(messages: Sequence[Message]) -> int:
-    """Do to the messages of K workers, in their order, what K transports would do, with the same
-    bits. Return the bytes that each worker would hand over."""
+    """Exchange the messages of K workers, in the order of the workers, with the results of K
+    transports bit for bit. Return the bytes that each worker would hand over."""
     first = messages[0]
     if first.gather:
         rows = torch.stack([message.values for message in messages])
@@ -72,7 +73,7 @@ def _coded_mean(messages: Sequence[Message]) -> None:
     type(coded[0]).in_memory(coded)
     for message, each in zip(messages, coded, strict=True):
         message.left = each.left
-    for message in messages[1:]:  # all would decode the same bytes
+    for message in messages[1:]:  # every worker would decode the same bytes
         message.values.copy_(messages[0].values)
 
 

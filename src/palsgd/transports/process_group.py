@@ -15,13 +15,15 @@ from palsgd.transports.transport import Message, Transport, check_agreement
 
 
 class ProcessGroupTransport(Transport):
-    """`group` has one rank of every worker; `inside` the ranks of this worker, if several."""
+    """`group` has one rank of every worker. `inside` has the ranks of this worker, if it has
+    several."""
 
     def __init__(self, group: ProcessGroup | None = None, inside: ProcessGroup | None = None):
         self._group, self.inside = group, inside
         self.worker, self.workers = dist.get_rank(group), dist.get_world_size(group)
         self.rank_inside = 0 if inside is None else dist.get_rank(inside)
-        self._divides = "nccl" in dist.get_backend_config(group)  # on the fly, for CUDA tensors
+        # NCCL averages CUDA tensors itself
+        self._divides = "nccl" in dist.get_backend_config(group)
         self._behind: ProcessGroupTransport | None = None  # for exchanges in the background
         self._background: Background | None = None
         self._flying: WeakKeyDictionary[Message, Future[int]] = WeakKeyDictionary()
@@ -49,14 +51,14 @@ class ProcessGroupTransport(Transport):
         return rows
 
     def prepare(self, device: torch.device) -> None:
-        """Make what exchanges in the background need: a thread, and a group of their own, as
-        they would otherwise meet the main thread's exchanges in an order that differs from rank
-        to rank. Every rank must call."""
+        """Make the thread and the process group of exchanges in the background. They need their own
+        group, as the order of their exchanges and those of the main thread differs between ranks.
+        Every rank must call this."""
         if self._behind is None:
             ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
             some = len(ranks) < dist.get_world_size()
             group = dist.new_group(ranks, use_local_synchronization=some)
-            assert isinstance(group, ProcessGroup)  # this rank is one of them
+            assert isinstance(group, ProcessGroup)  # this rank is in the group
             self._behind = ProcessGroupTransport(group)
             self._background = Background(device)
 
@@ -80,7 +82,8 @@ class ProcessGroupTransport(Transport):
         self.combine(values)
 
     def agree(self, settings: dict[str, Any]) -> None:
-        # Inside each worker first, then between them: so every rank sees every other's.
+        # The ranks inside each worker gather first, then the workers, so every rank has the
+        # settings of all.
         inside = _gathered([(dist.get_rank(), settings)], self.inside) if self.inside else None
         everyone = _gathered(inside or [(dist.get_rank(), settings)], self._group)
         everyone.sort(key=lambda found: found[0])

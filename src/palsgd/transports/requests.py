@@ -1,4 +1,5 @@
-"""What a core asks of whoever drives it: a training process, or a simulator of many workers."""
+"""The requests that a worker's generator yields to its caller, a training process or a
+simulator."""
 
 from dataclasses import dataclass
 
@@ -7,23 +8,23 @@ from palsgd.transports.transport import Message, Transport
 
 @dataclass(frozen=True)
 class Start:
-    """A core's wish that the exchange of a message be started, to be finished later."""
+    """Request: start the exchange of a message, which a later `Finish` ends."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class Finish:
-    """A core's wish to have the result that it asked for with Start."""
+    """Request: wait for the result of an exchange that `Start` began."""
 
     message: Message
 
 
-Request = Message | Start | Finish  # what a core yields; a Message is to be exchanged at once
+Request = Message | Start | Finish  # what a worker yields; a Message is exchanged at once
 
 
 def fulfil(transport: Transport, request: Request) -> int:
-    """Do what a core asks for; the bytes that were handed over."""
+    """Do what a request asks for. Returns the bytes that were handed over."""
     if isinstance(request, Start):
         transport.start(request.message)
         return 0

@@ -8,7 +8,8 @@ from palsgd.transports.transport import Message, Transport
 
 
 class Alone(Transport):
-    """A single worker has nobody to exchange with, and needs no process group.
+    """The transport of a single worker: every mean is the worker's own value, and no process group
+    is needed.
 
     Example:
         >>> import torch, palsgd

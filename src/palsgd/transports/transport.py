@@ -1,7 +1,7 @@
 """The contract of a transport: it replaces a message by its mean over the workers.
 
-A transport of one's own is a subclass that sets `worker` and `workers` and has `mean`. That is
-enough to train, with delay too; `scatter` and `gather` add compressed messages.
+A user's transport is a subclass that sets `worker` and `workers` and defines `mean`. That is enough
+to train, also with `delay`. Compressed messages need `scatter` and `gather` too.
 """
 
 import hashlib
@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(ValueError):
-    """A transport is asked for something that it does not have."""
+    """A transport lacks a method that the settings need."""
 
 
 @dataclass(eq=False)
 class Message:
-    """Values to be replaced by their mean over the workers, all of which bring one like it.
+    """Values to be replaced by their mean over the workers. Every worker brings a message of the
+    same size.
 
-    With a `codec` the mean is that of coded values (see palsgd.codecs), but for the last `exact`
-    of them. With `gather` the values stay, no codec is used, and all workers' are in `rows`; these
-    are to be read and not changed, as workers in one process share them. `residue` is what earlier
-    messages left unsent. The exchange sets `left`, what this one leaves, and, where it was started
-    and finished later, `sent`, the bytes that this worker handed over. Where `takes_sum`, it may
-    leave the sum of the values and set `divisor`, by which `divide` makes it the mean.
-    `arrived_gathered` is of a saved message, which has no codec any more.
+    With a `codec` the mean is that of coded values (see palsgd.codecs); the last `exact` values are
+    not coded. With `gather` the values stay unchanged, no codec is used, and `rows` holds the
+    values of all workers. `rows` must not be changed, as workers in one process share it. `residue`
+    is what earlier messages left unsent. The exchange sets `left` to what this message leaves
+    unsent. An exchange that was started and finished later also sets `sent`, the bytes that this
+    worker handed over. If `takes_sum` is set, the exchange may leave the sum in the values and set
+    `divisor`; `divide` then makes the mean of the sum. `arrived_gathered` says of a saved message,
+    which has no codec any more, whether it was gathered.
 
     Example:
         >>> import torch, palsgd
@@ -52,13 +54,13 @@ class Message:
     left: Residue | None = None  # set by the exchange: what was not sent
     gather: bool = False
     rows: Tensor | None = None  # (workers, len(values)) after a gather
-    sent: int = 0  # set by an exchange that was started and is through: its bytes
+    sent: int = 0  # bytes, set by an exchange that was started and finished later
     takes_sum: bool = False  # may the exchange leave the sum of the values and set `divisor`?
     arrived_gathered: bool = False  # of a saved message, which has no codec any more
     divisor: int = 1  # set by such an exchange: the mean is the values divided by it
 
     def divide(self) -> None:
-        """Make a sum that was left the mean."""
+        """Divide a sum in the values by `divisor`, which makes it the mean."""
         if self.divisor != 1:
             self.values.div_(self.divisor)
             self.divisor = 1
@@ -70,7 +72,7 @@ class Message:
         return self.gather or coded or self.arrived_gathered
 
     def handed_over(self, workers: int) -> int:
-        """The bytes that one of so many workers hands over for this message."""
+        """The bytes that one of `workers` workers hands over for this message."""
         return message_bytes(
             elements=len(self.values),
             exact=self.exact,
@@ -81,14 +83,14 @@ class Message:
 
 
 class Transport(ABC):
-    """How one worker exchanges with the others. A subclass sets `worker` and `workers` and has
-    `mean`; the other methods have defaults, or refuse what they are needed for.
+    """How one worker exchanges with the others. A subclass sets `worker` and `workers` and defines
+    `mean`. Every other method has a default, which may raise an UnsupportedError.
 
     Attributes:
         worker: which worker this is, from 0.
         workers: how many there are.
-        rank_inside: which one this is of the ranks that together are this worker.
-        inside: the process group of those ranks, if several.
+        rank_inside: the number of this rank among the ranks of this worker.
+        inside: the process group of the ranks of this worker, if it has several.
 
     Example:
         >>> import torch, palsgd
@@ -106,8 +108,8 @@ class Transport(ABC):
 
     worker: int = 0  # which worker this is
     workers: int = 1  # how many there are
-    rank_inside: int = 0  # which one this is of the ranks that together are this worker
-    inside: "ProcessGroup | None" = None  # those ranks, if several
+    rank_inside: int = 0  # the number of this rank among the ranks of this worker
+    inside: "ProcessGroup | None" = None  # the ranks of this worker, if it has several
 
     @abstractmethod
     def mean(self, message: Message) -> int | None:
@@ -116,16 +118,18 @@ class Transport(ABC):
         those of the values."""
 
     def scatter(self, rows: Tensor) -> Tensor:
-        """Send row k of `rows` to worker k. Return the rows that all workers sent to this one, in
-        their order."""
+        """Send row k of `rows` to worker k. Return the rows that all workers sent to this worker,
+        in the order of the workers."""
         self._refuse("scatter", "compress=...")
 
     def gather(self, row: Tensor) -> Tensor:
-        """Send `row` to all workers. Return every worker's, in their order."""
+        """Send `row` to all workers. Return the rows of all workers, in the order of the
+        workers."""
         self._refuse("gather", "compress=..., or a method that collects all workers' values,")
 
     def exchange(self, message: Message) -> int:
-        """Do with `message` what it says. Return the bytes this worker handed over."""
+        """Gather `message` or replace it by its mean, as its fields say. Return the bytes this
+        worker handed over."""
         if message.gather:
             one = self.workers == 1
             message.rows = message.values.clone()[None] if one else self.gather(message.values)
@@ -145,23 +149,25 @@ class Transport(ABC):
         message.sent = self.exchange(message)
 
     def finish(self, message: Message) -> int:
-        """Wait for an exchange that was started. Return its bytes; may be called again."""
+        """Wait for an exchange that was started. Return its bytes. It may be called several
+        times."""
         return message.sent
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027
-        """Be ready for `start` with messages on `device`. All workers call it once where the delay
-        is not 0."""
+        """Prepare for `start` with messages on `device`. All workers call this once if the delay is
+        not 0."""
 
     def combine(self, values: Tensor) -> None:  # noqa: B027
-        """Sum a small integer tensor over the ranks that together are this worker, in place. A
-        worker of one rank has nothing to do."""
+        """Sum a small integer tensor over the ranks of this worker, in place. A worker of one rank
+        has nothing to do."""
 
     def sum_over_shards(self, values: Tensor) -> None:  # noqa: B027
-        """Sum a small floating-point tensor, such as squared norms of shards, over the ranks that
-        together are this worker, in place. A worker of one rank has nothing to do."""
+        """Sum a small floating-point tensor, such as squared norms of shards, over the ranks of
+        this worker, in place. A worker of one rank has nothing to do."""
 
     def check(self, codec: Codec | None) -> None:
-        """Raise an UnsupportedError if messages with `codec` need a method that is not there."""
+        """Raise an UnsupportedError if messages with `codec` need a method that this transport
+        lacks."""
         if codec is None or self.workers == 1:
             return
         kind = type(self)
@@ -173,8 +179,8 @@ class Transport(ABC):
     def agree(self, settings: dict[str, Any]) -> None:
         """Raise a ValueError on every worker unless all workers call with equal settings.
 
-        By default a digest of the settings travels through `mean`, so workers that differ are
-        named, but not in what they differ.
+        By default `mean` exchanges a digest of the settings, so the error names the workers that
+        differ, but not the settings.
         """
         lines = _digests_of_all(self, _digest(settings))
         common = Counter(lines).most_common(1)[0][0]
@@ -201,9 +207,9 @@ def _digest(settings: dict[str, Any]) -> list[int]:
 
 
 def _digests_of_all(transport: Transport, mine: list[int]) -> list[tuple[int, ...]]:
-    """Every worker fills its own line of zeros, so the mean has them all. K times a float32 mean
-    over K workers is off by at most one part in 2^23, so rounding gives back any integer below
-    2^16 exactly."""
+    """Every worker fills its own row of a matrix of zeros, so the mean holds the digests of all
+    workers, divided by K. K times a float32 mean over K workers is off by at most one part in 2^23,
+    so rounding gives back any integer below 2^16 exactly."""
     lines = torch.zeros(transport.workers, len(mine))
     lines[transport.worker] = torch.tensor(mine, dtype=torch.float32)
     transport.mean(Message(lines.view(-1)))
@@ -216,7 +222,7 @@ _ambient: ContextVar["Transport | None"] = ContextVar("ambient transport", defau
 
 @contextmanager
 def ambient(transport: Transport) -> Iterator[None]:
-    """Optimizers built inside use `transport` unless told otherwise."""
+    """Optimizers that are built inside use `transport` unless they are given another one."""
     token = _ambient.set(transport)
     try:
         yield
@@ -229,7 +235,8 @@ def ambient_transport() -> Transport | None:
 
 
 def check_agreement(settings: list[dict[str, Any]], names: list[str]) -> None:
-    """The first setting in which a worker differs from the first one, as a ValueError."""
+    """Raise a ValueError that names the first setting in which a worker differs from the first
+    worker."""
     for name, theirs in zip(names, settings, strict=True):
         for setting, value in settings[0].items():
             if theirs.get(setting) != value:

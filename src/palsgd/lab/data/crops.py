@@ -1,4 +1,4 @@
-"""Random crops of images, and what becomes of them."""
+"""Random crops of images, and their resizing."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -60,7 +60,8 @@ def zoomed(images: Tensor, crops: Sequence[Crop], resolution: int) -> Tensor:
 
 
 def shifted(padded: Tensor, which: Tensor, random: np.random.Generator, size: int) -> Tensor:
-    """Of the images `which`, a window of `size` at a random place, half of them mirrored."""
+    """A window of `size` at a random place of each of the images `which`; half of them are
+    mirrored."""
     count, room = len(which), padded.shape[-1] - size + 1
     top, left = random.integers(room, size=(2, count, 1))
     pixels = np.arange(size)

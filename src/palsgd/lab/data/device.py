@@ -1,4 +1,4 @@
-"""On to the device, without holding up what it is doing."""
+"""Copies to the device for which the host does not wait."""
 
 from functools import cache
 
@@ -9,8 +9,8 @@ Colours = tuple[float, float, float]
 
 
 def sent(values: Tensor, device: torch.device | str) -> Tensor:
-    """A copy on the device. From ordinary memory the host would have to wait until the device has
-    come to it, and could not prepare the next step meanwhile."""
+    """A copy on the device, from pinned memory. For a copy from ordinary memory the host would wait
+    until the device has made it, and could not prepare the next step in that time."""
     if torch.device(device).type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

@@ -188,7 +188,7 @@ def _entropy(shares: np.ndarray) -> float:
 
 
 def _steps(shares: np.ndarray) -> np.ndarray:
-    """Where one choice ends and the next begins; past the last there is none."""
+    """The limits between the choices on [0, 1]; the last choice has no upper limit."""
     return np.append(np.cumsum(shares)[:-1], np.inf)
 
 

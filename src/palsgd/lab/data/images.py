@@ -49,7 +49,7 @@ class Photographs(ABC):
 
 
 class FromFiles(Photographs):
-    """Decoded when needed, by threads that run ahead."""
+    """Photographs that threads decode before they are needed."""
 
     def __init__(self, train: Any, val: Any, **settings: Any):
         super().__init__(train, val, **settings)
@@ -93,7 +93,7 @@ class FromFiles(Photographs):
 
 
 class InMemory(Photographs):
-    """Kept whole on the device, and cropped there."""
+    """Photographs that are kept whole on the device and cropped there."""
 
     def __init__(self, train: Any, val: Any, **settings: Any):
         super().__init__(train, val, **settings)
@@ -151,7 +151,8 @@ def normalized(images: Tensor) -> Tensor:
 
 
 def _can_be_held(train: Any, val: Any, resolution: int) -> bool:
-    """Whether all are of one size that is never shrunk, and small together."""
+    """Do all photographs have one size, which is not above the resolution, and do they fit into
+    memory?"""
     sizes = (_size(folder, i) for folder in (train, val) for i in range(len(folder)))
     width, height = first = next(sizes)
     pixels = 3 * width * height * (len(train) + len(val))

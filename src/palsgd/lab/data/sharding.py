@@ -20,8 +20,8 @@ def batch_indices(
     """The examples in the `index`-th batch of a worker.
 
     An epoch is one permutation for all workers, dealt out in batches: worker 0 takes the first,
-    worker 1 the second, and so on in turn. What does not fill a batch for every worker is left
-    out; the next epoch has another permutation and leaves out others.
+    worker 1 the second, and so on in turn. Examples that do not fill a batch for every worker are
+    left out. The next epoch has another permutation and leaves out others.
     """
     rounds = examples // (workers * size)
     if rounds == 0:
@@ -39,7 +39,8 @@ def random_stream(seed: int, *key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-# Two for each seed that trains at the same time: simulated workers stand at most an epoch apart.
+# Two permutations for each seed that trains at the same time are enough, as simulated workers are
+# at most one epoch apart.
 @lru_cache(maxsize=32)
 def _permutation(seed: int, epoch: int, examples: int, device: str) -> Tensor:
     return torch.from_numpy(random_stream(seed, epoch).permutation(examples)).to(device)

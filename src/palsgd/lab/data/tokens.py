@@ -34,8 +34,8 @@ class Stories:
     """The stories of a split, on the device (on a CPU they stay in the file)."""
 
     def __init__(self, folder: Path, split: str, device: torch.device | str):
-        # torch has few operations on unsigned 16-bit numbers, so they are read as signed ones;
-        # copy-on-write, because torch wants memory that can be written
+        # torch has few operations on unsigned 16-bit numbers, so tokens are read as signed ones.
+        # The file is mapped copy-on-write, as torch needs writable memory.
         found = _checked(folder, split)
         ends = np.flatnonzero(found == np.uint16(END).astype(np.int16))
         self._tokens = torch.from_numpy(found).to(device)
@@ -60,7 +60,8 @@ def is_prepared(folder: Path) -> bool:
 def prepare(
     source: Path, destination: Path, tokenizer: Path, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Encode the texts in `source`; what was encoded is told and kept beside the tokens."""
+    """Encode the texts in `source`. The record of what was encoded is returned and kept beside the
+    tokens."""
     texts = {split: _texts(source, split) for split in SPLITS}
     encode = _encoder(tokenizer)
     try:
@@ -73,7 +74,7 @@ def prepare(
 
 
 def download(texts: Path, tokenizer: Path, progress: Progress | None = None) -> None:
-    """What is missing of the texts and the tokenizer."""
+    """Download the texts and the tokenizer files that are missing."""
     for split in SPLITS:
         if not _found(texts, split):
             name = f"TinyStories-{split}.txt"
@@ -97,7 +98,7 @@ def _checked(folder: Path, split: str) -> np.ndarray:
 
 
 def _found(source: Path, split: str) -> list[Path]:
-    """The text files of a split; one that is there packed and unpacked counts once."""
+    """The text files of a split. A file that exists packed and unpacked counts once."""
     packed = {path.stem: path for path in sorted(source.glob(f"*{split}*.txt.xz"))}
     plain = {path.name: path for path in sorted(source.glob(f"*{split}*.txt"))}
     return list((packed | plain).values())

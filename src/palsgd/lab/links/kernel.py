@@ -82,7 +82,7 @@ def _scratch() -> Iterator[str]:
 
 
 def new_names(parts: list[str]) -> list[str]:
-    """For namespaces of this process, with a number that none of its others has."""
+    """Names for namespaces of this process, with a number that none of its other namespaces has."""
     pid = os.getpid()
     for number in itertools.count():
         if not any(NAMESPACES.glob(f"palsgd-{pid}-{number}-*")):
@@ -91,8 +91,8 @@ def new_names(parts: list[str]) -> list[str]:
 
 
 def remove(namespace: str) -> None:
-    """With the processes that are still in it and, the kernel sees to that, its interfaces. It does
-    so some time later; the one that this machine sees is removed at once."""
+    """Remove a namespace with the processes that are still in it. The kernel removes its interfaces
+    some time later; the interface of this machine is removed at once."""
     deadline = time.monotonic() + 10
     while pids := _pids(namespace):
         for pid in pids:
@@ -117,7 +117,8 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _unless_gone(path: Path, words: str) -> str:
-    """Another process may be removing the same leftovers."""
+    """Run the command, and ignore its failure if `path` is gone, as another process may remove the
+    same namespaces."""
     try:
         return ip(words) if path.exists() else ""
     except RuntimeError:
@@ -135,7 +136,8 @@ def remove_leftovers() -> list[str]:
 
 
 def _abandoned(path: Path) -> bool:
-    """Its creator is gone; a process that only now has the same number is another one."""
+    """Has the creator of the namespace ended? A process with the creator's number that started
+    later is another one."""
     named = _NAME.fullmatch(path.name)
     if named is None:
         return False
@@ -146,7 +148,7 @@ def _abandoned(path: Path) -> bool:
 
 
 def _started(pid: int) -> float:
-    """When a process did, in seconds since 1970."""
+    """The instant at which a process started, in seconds since 1970."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     boot = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
     assert boot is not None

@@ -1,4 +1,4 @@
-"""What one worker's access link is like, and how the kernel is told."""
+"""The properties of one worker's link, and the words that set them in the kernel."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _FRAME = 1514  # bytes of a full Ethernet frame, as the kernel's shaper counts t
 
 @dataclass(frozen=True)
 class Link:
-    """The line between one worker and the switch that all of them are plugged into.
+    """The link between one worker and the switch that connects all workers.
 
     `rate` holds in both directions, for each on its own; None: as fast as the machine. `delay_ms`
     (a number, or text such as "20ms") is added to every packet the worker sends, so a packet from a
@@ -38,7 +38,7 @@ class Link:
 
     @property
     def slow_only(self) -> bool:
-        """Neither delays nor drops: the kernel's shaper is all it takes."""
+        """Does the link neither delay nor drop packets, so that the kernel's shaper is enough?"""
         return not (self.delay_ms or self.loss)
 
     def shaper(self) -> str:
@@ -58,7 +58,7 @@ class Link:
 
 
 def _bits_per_second(rate: str) -> float:
-    """Of a rate that the kernel's shaper can hold."""
+    """The bits per second of a rate that the kernel's shaper supports."""
     try:
         value = units.rate("rate", rate)
     except ValueError:
@@ -73,7 +73,7 @@ def _bits_per_second(rate: str) -> float:
 
 def modelled_ring_seconds(links: Sequence[Link], size: float, messages: float = 1) -> float:
     """What `messages` all-reduces of `size` bytes in all take on a ring over these links, by the
-    cluster's model. The slowest link sets the pace, and each hop has the delay of whoever sends.
+    cluster's model. The rate is that of the slowest link, and each hop has the delay of its sender.
     Headers, lost packets and TCP's slow start are left out."""
     rate = min(link.bits_per_second for link in links)
     delay_s = fmean(link.delay_ms for link in links) / 1e3

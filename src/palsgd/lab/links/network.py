@@ -29,7 +29,7 @@ class Network:
 
     Inside there is a namespace per worker and one for the switch, named after this process. They
     are gone afterwards: after an exception, Ctrl-C or SIGTERM too. Should this process be killed,
-    the kernel ends the workers, and whoever next enters a Network removes the namespaces.
+    the kernel ends the workers, and the next process that enters a Network removes the namespaces.
     `others` are the links that differ, by worker; `seed` decides which packets are lost.
     """
 
@@ -83,7 +83,7 @@ class Network:
 
     @property
     def host_address(self) -> str:
-        """Of this machine, as all workers can reach it."""
+        """The address of this machine in the workers' network."""
         return self._address(_HOST)
 
     def address(self, worker: int) -> str:
@@ -111,8 +111,8 @@ class Network:
         return run_together(commands, environments, timeout=timeout, cwd=cwd, echo=echo)
 
     def bytes_sent(self) -> list[int]:
-        """By each worker since the network came up, by the count of the kernel's interface:
-        Ethernet, IP and TCP headers and acknowledgements included."""
+        """The bytes that each worker has sent since the network was built, as the kernel counts
+        them: Ethernet, IP and TCP headers and acknowledgements are included."""
         show = f"-json -statistics link show dev {_INTERFACE}"
         found = [json.loads(ip(show, inside=each))[0] for each in self._inside]
         return [each["stats64"]["tx"]["bytes"] for each in found]
@@ -215,8 +215,9 @@ done
 
 
 def _free_subnet() -> int:
-    """Of 198.18.0.0/16, which is set aside for measuring networks; by process, so that two which
-    start at once do not choose the same."""
+    """The number of a free subnet of 198.18.0.0/16, which is reserved for measuring networks. The
+    search starts at a place that depends on the process, so that two processes that start at once
+    choose different ones."""
     used = set(map(int, re.findall(r"198\.18\.(\d+)\.", ip("-4 address") + ip("-4 route"))))
     start = os.getpid()
     for number in ((start + each) % 256 for each in range(256)):

@@ -39,7 +39,8 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 def environment(rank: int, workers: int, address: str, port: int, interface: str) -> dict[str, str]:
-    """What torch.distributed wants to know, each worker being a machine of its own."""
+    """The environment variables of torch.distributed, in which each worker is a machine of its
+    own."""
     inherited = {key: value for key, value in os.environ.items() if "TORCHELASTIC" not in key}
     return inherited | {
         "RANK": str(rank),
@@ -63,8 +64,8 @@ def run_together(
     cwd: Path | str | None = None,
     echo: bool = False,
 ) -> list[Finished]:
-    """Until all have ended well. When one fails, or time is up, none is left running. With `echo`
-    the first one's stderr is this process's."""
+    """Run the command in all workers until all have ended well. If one fails or the time is over,
+    all are ended. With `echo` the first worker's stderr is this process's."""
     with contextlib.ExitStack() as stack:
         started: list[_Worker] = []
         for number, (words, env) in enumerate(zip(commands, environments, strict=True)):
@@ -83,7 +84,7 @@ def run_together(
 def run_on_loopback(
     command: Sequence[str], workers: int, *, timeout: float, echo: bool = False
 ) -> list[Finished]:
-    """Without any link: the same processes, all on this machine's own network."""
+    """Run the same processes without links, all on this machine's loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     interface = "lo0" if sys.platform == "darwin" else "lo"
@@ -108,7 +109,7 @@ class _Worker:
         return Finished(self.number, self.process.wait(), *texts)
 
     def end(self) -> None:
-        """With all it started, unless that left its process group."""
+        """End the process and all processes it started that are still in its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

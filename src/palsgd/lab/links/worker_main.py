@@ -25,19 +25,21 @@ from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 
-COMPUTE_STEPS = 10  # of a model by itself, to know what a gradient costs; a fifth not counted
+# steps of a model without exchanges, to measure a gradient; the first fifth is not counted
+COMPUTE_STEPS = 10
 _RING_S, _MOST_RINGS = 5.0, 9  # how long, and how often, the bare all-reduce is repeated
 
 
 class WatchedTrainer(Trainer):
-    """Also counts the bytes this worker's interface sends while the clock of the run is going."""
+    """A trainer that also counts the bytes that this worker's interface sends during training
+    seconds."""
 
     kernel_bytes = 0
     _counted_from = 0
 
     def _pause(self) -> None:
         super()._pause()
-        # What is still queued in the kernel lies before the barrier's own messages.
+        # Packets that are queued in the kernel are sent before the barrier's own messages.
         dist.barrier()
         self.kernel_bytes += interface_bytes() - self._counted_from
 
@@ -99,8 +101,8 @@ def _congestion_control() -> str | None:
 
 
 def ring_seconds(size: int) -> list[float]:
-    """Of bare all-reduces, each until the last worker has its result. The first does not count:
-    connections are made in it."""
+    """The seconds of all-reduces alone, each until the last worker has its result. The first is
+    left out, as connections are made in it."""
     values, times = torch.zeros(size // 4), []
     for _ in range(1 + _MOST_RINGS):
         dist.barrier()
@@ -113,9 +115,9 @@ def ring_seconds(size: int) -> list[float]:
 
 
 def compute_seconds(settings: Settings, workload: Workload) -> float:
-    """Of a gradient and its step, while the other workers do the same and nobody sends anything:
-    what a run takes beyond this is what exchanges have cost. Taken before and after each run, as
-    other programs may come and go."""
+    """The seconds of a gradient and its step while the other workers compute too and no worker
+    sends. The further time of a run is the cost of exchanges. It is measured before and after each
+    run, as other programs may start and end."""
     torch.manual_seed(settings.seed)
     net = workload.model().to(workload.device)
     local = {"method": plain_local().name, "compress": None, "delay": 0, "fragments": 1}
@@ -146,7 +148,7 @@ def _trained(
     )
     try:
         trainer.train()
-    except NonFiniteError as error:  # on all ranks alike, so they can go on together
+    except NonFiniteError as error:  # all ranks raise it, so all go on with the next run
         if dist.get_rank() == 0:
             folder.write_failure(error)
         return None

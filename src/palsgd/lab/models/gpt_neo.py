@@ -101,7 +101,8 @@ class Attention(nn.Module):
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
     def _near(self, length: int, device: torch.device) -> Tensor | None:
-        """Who may look at whom in a local layer; within one window that is what causality says."""
+        """The mask of a local layer: which tokens a token may attend to. None if the text fits into
+        one window, where the causal mask is enough."""
         if not self._local or length <= WINDOW:
             return None
         ones = torch.ones(length, length, dtype=torch.bool, device=device)

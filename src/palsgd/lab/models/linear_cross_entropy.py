@@ -6,11 +6,12 @@ cross-entropy needs nothing from later than the logits themselves:
 
     d loss / d logits = (softmax(logits) - onehot(target)) / count
 
-so a chunk's logits are computed, turned into their gradient, multiplied out into the gradients of
-`hidden` and `weight`, and forgotten. The backward pass only scales those.
+so for each chunk the logits are computed and replaced by their gradient, the gradients of `hidden`
+and `weight` are computed from it, and the chunk's memory is freed. The backward pass only scales
+these gradients.
 
-It is an operator of its own to torch, so that torch.compile takes it as it is and vmap makes one
-call of all workers: their axis comes first everywhere, and has length 1 without them.
+It is a custom operator of torch, so that torch.compile does not look inside and vmap calls it once
+for all workers. The worker axis is the first one, and has length 1 without vmap.
 """
 
 import logging
@@ -40,7 +41,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(low), weight.to(low)
     if not torch.is_grad_enabled():
         return _loss_alone(hidden, weight, targets, ignore)
-    if hidden.dtype == torch.float16:  # a loss scale would overflow inside, unseen
+    if hidden.dtype == torch.float16:  # a loss scale would overflow inside without an error
         raise ValueError("linear_cross_entropy in float16 overflows; use bfloat16 or float32")
     known = targets != ignore
     share = known.to(_wide(hidden)) / known.sum().clamp(min=1)
@@ -51,7 +52,7 @@ def linear_cross_entropy(
 
 
 def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> Tensor:
-    """For evaluation: a third of the products."""
+    """The loss without gradients, for evaluation, which takes a third of the matrix products."""
     rows = max(1, CHUNK_BYTES // (len(weight) * hidden.element_size()))
     sums = [
         cross_entropy((h @ weight.T).to(_wide(h)), t, ignore_index=ignore, reduction="sum")
@@ -60,7 +61,7 @@ def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) ->
     return torch.stack(sums).sum() / (targets != ignore).sum().clamp(min=1)
 
 
-# Compiled parts inside: not while a CUDA graph is being recorded.
+# The operator has compiled parts, so it cannot run while a CUDA graph is recorded.
 @torch.library.custom_op(
     "palsgd::linear_cross_entropy", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
@@ -139,7 +140,7 @@ _compiled = torch.compile(_plain)
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, share: Tensor, words: int
 ) -> tuple[Tensor, Tensor]:
-    """On a GPU the dozen passes over the logits are fused into two."""
+    """What `_plain` computes. On a GPU its dozen passes over the logits are fused into two."""
     global _compiled
     if not logits.is_cuda:
         return _plain(logits, targets, share, words)

@@ -1,8 +1,8 @@
-"""Choices of method, H, overlap and compression, and what each comes to on a cluster.
+"""Choices of method, H, overlap and compression, and the time and bytes of each on a cluster.
 
-A model of time knows what a step costs, not how many steps a choice needs: a longer H, a delay or
-a code may cost steps, which `extra_steps` says. Mixing saves gradients, and with them time, at
-equal steps; at equal gradients it saves nothing. Both are shown.
+The model of time gives the time of a step, not the number of steps that a choice needs. A longer H,
+a delay or a code may need more steps; `extra_steps` has their share. At equal steps mixing saves
+gradients, and so time. At equal gradients it saves nothing. The plan shows both.
 """
 
 import math
@@ -14,7 +14,7 @@ from palsgd.cluster.gradient_counts import Expected
 from palsgd.lab import methods
 
 INTERVALS = tuple(2**n for n in range(2, 13))  # the H that are tried
-SHARE = 0.05  # of the time that may go into exchanges: a longer H hardly pays
+SHARE = 0.05  # the share of the time that exchanges may take; below it a longer H saves little
 WORTH = 0.05  # a gain below this is not worth the change
 TRIED = 64  # the longest H of the paper's main experiments
 CODES: tuple[str | None, ...] = (None, "int8", "int4")
@@ -60,7 +60,7 @@ def ddp(cluster: Cluster, task: Task) -> Choice:
 
 
 def local(cluster: Cluster, task: Task, work: Work, base: Choice) -> Choice:
-    """Of a local method: times of rounds in the middle of a run, where nothing is special."""
+    """The choice of a local method, with the times of rounds in the middle of a run."""
     rounds = 6 if cluster.spread == "constant" else 40
     counts = Expected(workers=cluster.workers, mix_prob=work.mix_prob)
     found = cluster.project(work, steps=rounds * work.sync_every, counts=counts)
@@ -84,7 +84,8 @@ def local(cluster: Cluster, task: Task, work: Work, base: Choice) -> Choice:
 
 
 def choices(cluster: Cluster, task: Task) -> list[Choice]:
-    """DDP, and of each kind of local method the shortest H that keeps exchanges in their place."""
+    """DDP, and each kind of local method with the shortest H for which exchanges take at most SHARE
+    of the time."""
     base = ddp(cluster, task)
     found = [base, _shortest(cluster, task, base, mix_prob=0.0)]
     found += [
@@ -101,9 +102,9 @@ def baseline_of(found: list[Choice]) -> Choice:
 
 
 def best_of(found: list[Choice]) -> Choice:
-    """The plainest that does: DDP where nothing is worth leaving it; else, in the order of what
-    they change (overlap, int8, both, ...), the first whose H is among those that the paper tried;
-    else that with the shortest H."""
+    """The simplest sufficient choice. It is DDP if no choice saves enough. Otherwise it is the
+    first choice, in the order of what they change (overlap, int8, both, ...), whose H is among
+    those that the paper tried, or else the choice with the shortest H."""
     base = baseline_of(found)
     local = [choice for choice in found if choice.work.mix_prob]
     local = local or [choice for choice in found if choice is not base]
@@ -120,8 +121,9 @@ def gain(choice: Choice, base: Choice) -> float:
 
 
 def break_even(cluster: Cluster, task: Task, choice: Choice, worth: float = WORTH) -> float | None:
-    """The rate above which less than `worth` of DDP's time is saved, at equal gradients, bits per
-    second; None where latency alone is reason enough, 0 where it never pays."""
+    """The rate, in bits per second, above which less than `worth` of DDP's time is saved at equal
+    gradients. None: enough is saved at any rate, because of latency. 0: enough is saved at no
+    rate."""
 
     def pays(rate: float) -> bool:
         there = cluster.changed(rate=rate)
@@ -171,7 +173,7 @@ def _shortest(
 
 
 def _delay(cluster: Cluster, work: Work) -> int:
-    """As many steps as hide an exchange, at most a round."""
+    """The number of steps that take as long as an exchange, at most a round."""
     messages = work.payload(cluster.workers).messages()
     exchange = sum(cluster.network.seconds(message) for message in messages)
     steps = exchange / ((1 - work.mix_prob) * cluster.step)

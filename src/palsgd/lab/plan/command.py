@@ -1,4 +1,4 @@
-"""`palsgd plan`: from what is told or measured to tables, a record and pictures."""
+"""`palsgd plan`: makes tables, a record and figures from what is given or measured."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,8 @@ def prepare(
     device: str,
     **links: Any,
 ) -> tuple[Cluster, Task]:
-    """The cluster and the task; what is not told is the recipe's, or measured here."""
+    """The cluster and the task. Values that are not given are the recipe's, or are measured
+    here."""
     if settings is None and (step_ms is None or parameters is None):
         raise ValueError(
             "give a recipe to measure, for instance stories, or --step-ms and --parameters"

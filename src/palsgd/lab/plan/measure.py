@@ -26,7 +26,7 @@ class Measured:
 
 
 def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
-    """Medians over a few steps of a worker that is alone, with a sync at each."""
+    """Medians over a few steps of a single worker, with a sync at each step."""
     place = chosen_device(device)
     workload = workloads.load(settings.workload, data=data, device=place, seed=settings.seed)
     torch.manual_seed(settings.seed)

@@ -7,7 +7,7 @@ MESSAGE = 128 * 2**20  # bytes: the longest bucket of a sync, unless bucket_mb s
 
 
 def memory(work: Work, *, inner: str, workers: int, outer_state: int = 1) -> dict[str, float]:
-    """By what it is for. Models are in fp32; the outer optimizer has `outer_state` tensors."""
+    """The bytes by purpose. Models are in fp32; the outer optimizer has `outer_state` tensors."""
     payload = work.payload(workers)
     model = float(payload.itemsize * work.parameters)
     found = {"model": model, "gradients": model, "inner optimizer": STATE[inner] * model}
@@ -19,7 +19,8 @@ def memory(work: Work, *, inner: str, workers: int, outer_state: int = 1) -> dic
     if work.delay:
         found["messages"] = part
         found["fragment as it was sent"] = part
-    if payload.codec is not None:  # of what was sent and, in two steps, of the means made here
+    # residues of the messages and, with two coded steps, of the means that this worker coded
+    if payload.codec is not None:
         means = 0.0 if payload.codec.gathered else model / workers
         found["compression residues"] = model + means
     return found

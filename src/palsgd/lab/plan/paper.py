@@ -1,7 +1,7 @@
 """The paper's clusters and speed-ups, from the hardware it states and assumptions that are listed.
 
-Nothing in the projected figures is fitted. What would have to be true for the published figure is
-solved for in a column of its own, and called that.
+Nothing in the projected figures is fitted. A separate column has the exchange time that the
+published figure would need; it is marked as fitted.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ from palsgd.cluster.network import ring_hops
 from palsgd.lab.plan.text import time_words
 from palsgd.lab.report import formats
 
-EFFICIENCY = 0.4  # of the arithmetic that a GPU is sold with, in fp32
-PCIE = 0.5  # of the bus's rate that an all-reduce through the host's memory gets
+EFFICIENCY = 0.4  # the share of a GPU's nominal fp32 operations that training reaches
+PCIE = 0.5  # the share of the bus's rate that an all-reduce through the host's memory reaches
 MESSAGE_S = 30e-6  # to start an all-reduce: launches and the hops of a ring
 
 ASSUMED = (
@@ -69,27 +69,29 @@ class Published:
         return self.place.project(Work.ddp(self.parameters), steps=1).time_s
 
     def released_ddp_s(self) -> float:
-        """Messages are as many as tensors; their bytes add up to the model's."""
+        """The seconds of a step with one message per tensor. The bytes of all messages are those of
+        the model."""
         network = self.place.network
         more = (self.tensors - 1) * MESSAGE_S
         return self.step_s + network.all_reduce(4.0 * self.parameters) + more
 
     def local_s(self, mix_prob: float) -> float:
-        """Of a step of the local phase, in the mean over a round."""
+        """The seconds of a step of the local phase, as the mean over a round."""
         work = Work(parameters=self.parameters, sync_every=self.sync_every, mix_prob=mix_prob)
         counts = Expected(workers=self.workers, mix_prob=mix_prob)
         found = self.place.project(work, steps=self.sync_every, counts=counts)
         return found.time_s / self.sync_every
 
     def saves(self, ddp_s: float, local_s: float) -> float:
-        """The share of DDP's time to the target, warm-up and published steps in it."""
+        """The share of DDP's time to the target that is saved, with the warm-up and the published
+        steps."""
         run = self.steps * (1 - self.fewer_steps)
         took = self.warmup * ddp_s + (run - self.warmup) * local_s
         return 1 - took / (self.steps * ddp_s)
 
     def needed_s(self) -> float:
-        """The seconds an exchange would have to take, unhidden, for the published figure: solved
-        for, so fitted."""
+        """The seconds that an exchange without overlap would have to take for the published figure.
+        They are fitted to it."""
 
         def short(exchange: float) -> bool:
             local = (1 - self.mix_prob) * self.step_s + exchange / self.sync_every
@@ -99,7 +101,7 @@ class Published:
 
 
 def _bisect(short: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `short` turns false; `low` if it is false there."""
+    """The value at which `short` becomes false; `low` if it is false at `low`."""
     if not short(low):
         return low
     for _ in range(60):

@@ -27,7 +27,7 @@ H, P = 64, 0.1
 BUCKETS = (25.0, 1000.0)  # of DDP, in MiB: torch's, and one for links with much latency
 
 TOKENS = 8 * 16_384  # of a worker's step
-FLOPS = 8 * 400e12  # of a worker: eight GPUs, at what they get done
+FLOPS = 8 * 400e12  # operations per second of a worker: eight GPUs at a realistic rate
 LEAST_S = 0.05  # a step of a small model: launches and data
 CV = 0.1  # of step times, from step to step
 
@@ -62,7 +62,7 @@ class Cell:
 def cells(
     workers: tuple[int, ...] = WORKERS, rates: tuple[float, ...] = RATES, rounds: int = 6
 ) -> Iterator[Cell]:
-    """By event simulation, every step of every worker drawn."""
+    """The cells of the study, by event simulation in which every step of every worker is drawn."""
     for model, size in MODELS.items():
         step = max(LEAST_S, 6 * size * TOKENS / FLOPS)
         for rate in rates:

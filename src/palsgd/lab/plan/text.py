@@ -72,7 +72,7 @@ def choice_table(found: list[Choice], base: Choice, best: Choice) -> Table:
 
 
 def _share(choice: Choice, base: Choice) -> str:
-    """Of DDP's bytes; none where a worker is alone."""
+    """The share of DDP's bytes; there is none for a single worker."""
     if not base.bytes_on_the_wire:
         return ""
     return formats.percent(choice.bytes_on_the_wire / base.bytes_on_the_wire)
@@ -129,7 +129,7 @@ def memory_table(best: Choice, base: Choice, task: Task, workers: int) -> Table:
 
 
 def record(choice: Choice, base: Choice) -> dict[str, Any]:
-    """For plan.json."""
+    """The entry of a choice in plan.json."""
     work = choice.work
     return {
         "method": choice.method,

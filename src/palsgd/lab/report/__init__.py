@@ -1,4 +1,4 @@
-"""What runs say, from their files alone: an HTML page, a table, TensorBoard files."""
+"""Reports of runs, made from their files alone: an HTML page, a table, TensorBoard files."""
 
 from palsgd.lab.report.page import write_report
 from palsgd.lab.report.tensorboard import write_tensorboard

@@ -81,7 +81,8 @@ def _bundles(runs: list[Run], left_out: Callable[[str], bool]) -> list[Group]:
 
 
 def _moved(runs: list[Run], field: str) -> list[str]:
-    """Settings that the field's value decides: steps where epochs are fixed and K varies."""
+    """Settings that the field's value determines, such as steps if epochs are fixed and K
+    varies."""
     keys = dict.fromkeys(key for run in runs for key in settings_of(run) if key != field)
     return [key for key in keys if _varies(runs, key) and _decided(runs, field, key)]
 

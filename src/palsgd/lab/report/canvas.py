@@ -1,4 +1,4 @@
-"""What all figures share: their style, their scales, and their way into files and the page."""
+"""The code that all figures share: style, scales, and writing into files and the page."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,8 @@ from palsgd.lab.report.styles import THEME
 INK, MUTED, GRID = THEME["ink"][0], THEME["muted"][0], THEME["grid"][0]
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 
-# Drawn at the width of a phone, so that text keeps its size there; a desktop puts three in a row.
+# A figure has the width of a phone, so that its text keeps its size there. A desktop shows three in
+# a row.
 WIDTH, HEIGHT = 3.7, 2.65  # inches
 
 _STYLE: Any = {
@@ -91,7 +92,7 @@ def publish(
 ) -> Plot:
     """The figure as a plot of the page, and as files where there is a folder for them.
 
-    What belongs into the files alone (their legend) has the gid "file-only".
+    An element that only the files show (the legend) has the gid "file-only".
     """
     legends = figure.findobj(match=lambda part: part.get_gid() == "file-only")
     for legend in legends:
@@ -123,7 +124,7 @@ def scale(axes: Axes, which: str) -> dict[str, Any]:
 
 
 def needs_log(values: Iterable[np.ndarray], *, ratio: float) -> bool:
-    """Whether small values would lie flat on the floor of a linear axis."""
+    """Would small values be indistinguishable from zero on a linear axis?"""
     every = np.concatenate([np.ravel(part) for part in values] or [np.array([1.0])])
     positive = every[every > 0]
     return positive.size > 0.9 * every.size and positive.max() > ratio * positive.min()
@@ -164,7 +165,8 @@ def thousands(value: float) -> str:
 
 
 def _svg(figure: Figure, name: str, **options: Any) -> str:
-    """As text that is the same each time; `name` keeps ids apart where figures share a page."""
+    """The SVG text of a figure, which is the same each time. `name` makes ids unique among the
+    figures of a page."""
     file = BytesIO()
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None}, **options)
@@ -179,7 +181,8 @@ def _rounded(attribute: re.Match[str]) -> str:
 
 
 def _for_page(svg: str, colours: dict[str, str]) -> str:
-    """To stand inside HTML: no prologue, no size of its own, colours by variable, no ids twice."""
+    """The SVG for use inside HTML: without prologue and size, with variables as colours and unique
+    ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r'\1 aria-hidden="true"', svg, count=1)

@@ -41,7 +41,8 @@ def _plain(key: str) -> Callable[[Line], Spread | None]:
 
 
 def _distance(line: Line) -> Spread | None:
-    """Over workers. None in warm-up, where there is no anchor to be away from."""
+    """The distance to the anchor over the workers. None in the warm-up, where there is no
+    anchor."""
     values = line.get("distance") or []
     return (float(np.mean(values)), min(values), max(values)) if any(values) else None
 
@@ -56,7 +57,8 @@ QUANTITIES: dict[str, Callable[[Line], Spread | None]] = {
 
 
 def average(runs: list[Run], quantity: str, *, points: int) -> Curve | None:
-    """Of the steps that all runs recorded, so that no run joins or leaves the mean half-way."""
+    """The mean over the runs at the steps that all runs recorded, so that every point is a mean
+    over the same runs."""
     recorded = [known for run in runs if (known := _recorded(run, QUANTITIES[quantity]))]
     if not recorded:
         return None

@@ -30,7 +30,7 @@ from palsgd.lab.report.timelines import KINDS, Bar
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a plot: which one of the section's, and what it looks like."""
+    """A line of a plot: its number in the section, its curve and its style."""
 
     number: int
     label: str
@@ -40,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Reference:
-    """A horizontal line to measure the others by, or a band where runs differ in it."""
+    """A horizontal line for comparison, or a band if the runs have different values."""
 
     label: str
     low: float
@@ -58,7 +58,7 @@ def draw_curves(
     *,
     learning: bool,
 ) -> Plot:
-    """`learning`: the curves fall or rise to a level, which the scale is made for."""
+    """`learning`: the curves fall or rise to a level, and the y scale shows that level."""
     unit, xlabel, shown = _x_format(axis, series)
     figure, axes = new_axes(title, xlabel)
     for each in series:
@@ -133,7 +133,8 @@ def draw_timeline(
 
 
 def _bars(spans: list[tuple[float, float]], row: int, kind: str) -> PathPatch:
-    """All of a kind as one path. The outline keeps mixing steps, which take no time, in sight."""
+    """All bars of a kind as one path. Its outline makes mixing steps visible, although they take no
+    time."""
     half = 0.36 if kind == "mixing" else 0.3
     bars = [
         Outline(
@@ -148,7 +149,7 @@ def _bars(spans: list[tuple[float, float]], row: int, kind: str) -> PathPatch:
 
 
 def _x_format(axis: str, series: list[Series]) -> tuple[float, str, Any]:
-    """By what to divide, the label, and how ticks are written."""
+    """The divisor of the x values, the label of the axis, and the format of its ticks."""
     if axis == "time_s":
         unit, word = formats.time_unit(max(float(each.curve.x[axis][-1]) for each in series))
         return unit, f"{AXES[axis]} ({word})", plain
@@ -177,13 +178,14 @@ def _draw_points(axes: Axes, series: Series, *, joined: bool) -> None:
 
 
 def _settled(curve: Curve) -> Curve:
-    """Without its first tenth: the steep beginning would press all that follows into a line."""
+    """The curve without its first tenth, whose steep values would make all later values look
+    equal."""
     start = len(curve.mean) // 10
     return Curve({}, curve.mean[start:], curve.low[start:], curve.high[start:])
 
 
 def _fit(axes: Axes, curves: list[Curve], references: list[Reference]) -> None:
-    """The y scale: logarithmic where they span much, with room for the references' names."""
+    """Set the y scale: logarithmic if the values span much, with room for the references' names."""
     values = [part for curve in curves for part in (curve.low, curve.high)]
     log = needs_log(values, ratio=6)
     every = np.concatenate(
@@ -216,7 +218,7 @@ def _draw_references(axes: Axes, references: list[Reference]) -> None:
 
 
 def _scale_by_values(axes: Axes, values: list[float]) -> None:
-    """Ticks at the values that were run, where they do not crowd."""
+    """Put ticks at the values that were run, if there is room for them."""
     log = values[0] > 0 and values[-1] >= 8 * values[0]
     set_scale(axes, "x", log=log, shown=plain)
     if len(values) <= 8 and (log or len(values) <= 5):

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing but itself."""
+"""The page: one HTML file that loads no other file."""
 
 import warnings
 from importlib import resources
@@ -20,7 +20,7 @@ def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Pat
 
 
 def _page(runs: list[Run], figures: Path | None) -> str:
-    # They take a while to import, and the command line offers much that needs neither.
+    # These modules are slow to import, and most commands need none of them.
     import jinja2
 
     from palsgd.lab.report.canvas import drawing_style
@@ -29,13 +29,13 @@ def _page(runs: list[Run], figures: Path | None) -> str:
 
     workloads = dict.fromkeys(run.workload for run in runs)
     with drawing_style(), warnings.catch_warnings():
-        # Of a name in a script that the figures' font lacks; browsers have their own fonts.
+        # The figures' font lacks some scripts in which names may be; browsers have other fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         sections = [
             Section(number, [run for run in runs if run.workload == workload], figures)
             for number, workload in enumerate(workloads)
         ]
-    # Whatever comes from files is escaped, because everything is unless the template says "safe".
+    # Text from files is escaped, as every value is that the template does not mark as "safe".
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

@@ -1,4 +1,4 @@
-"""All that the page says about the runs of one workload."""
+"""The section of the page about the runs of one workload."""
 
 import json
 import math
@@ -35,7 +35,7 @@ from palsgd.lab.report.tables import (
 from palsgd.lab.report.timelines import KINDS, bars, shares
 from palsgd.lab.run_folder import Run
 
-_POINTS = 300  # of a curve; less where there are many
+_POINTS = 300  # points of a curve; fewer if there are many curves
 _TIMELINES = 8
 
 
@@ -53,7 +53,7 @@ class Panel:
 
 
 class Section:
-    """What the template shows of it are its attributes."""
+    """One section. The template shows its attributes."""
 
     def __init__(self, number: int, runs: list[Run], figures: Path | None):
         self.number, self.runs, self.figures = number, runs, figures
@@ -183,7 +183,8 @@ class Section:
 
     def _plot(self, draw: Any, name: str, *arguments: Any) -> Plot:
         prefix = f"{self.number + 1}-" if self.number else ""
-        safe = re.sub(r"[^\w-]+", "_", prefix + name)  # it is a file's, and has come from files
+        # the name becomes a file's name, and parts of it come from files
+        safe = re.sub(r"[^\w-]+", "_", prefix + name)
         return draw(safe, *arguments, self.figures)
 
     def _title(self, quantity: str) -> str:
@@ -247,7 +248,7 @@ class Section:
                 yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
 
     def _timelines(self) -> Iterable[Panel]:
-        """Of the first run of each group that recorded one."""
+        """The timelines of the first run of each group that recorded one."""
         for number, each in enumerate(self.groups[:_TIMELINES]):
             spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
             if spans is None:
@@ -262,14 +263,15 @@ class Section:
 
     @property
     def kinds(self) -> list[str]:
-        """What the timelines show."""
+        """The kinds of spans that the timelines show."""
         plots = [plot for panel in self.timelines for plot in panel.variants.values()]
         every = [bar for plot in plots for worker in plot.reading["timeline"] for bar in worker]
         return [kind for kind in KINDS if any(bar[0] == kind for bar in every)]
 
     @property
     def data(self) -> str:
-        """For the page's script; `<` cannot end the element it stands in."""
+        """The data of the page's script as JSON, with `<` escaped, so that it cannot end the script
+        element."""
         return _json({"labels": self.labels, "points": self.points})
 
     def reading(self, plot: Plot) -> str:
@@ -295,7 +297,7 @@ def _shortened(values: np.ndarray) -> list[float]:
 
 
 def _short(value: float) -> float:
-    """Six digits, but counts whole."""
+    """Six digits; counts stay whole."""
     value = float(value)
     if value.is_integer():
         return int(value)

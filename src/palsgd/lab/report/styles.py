@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from palsgd import registry
 from palsgd.lab.groups import Group
 
-# The light theme's colours are also what stands in the figure files; the page replaces each by
-# the CSS variable of the same name, so that dark mode changes them.
+# The figure files have the light theme's colours. The page replaces each colour by the CSS variable
+# of the same name, so that dark mode changes it.
 THEME = {
     "ink": ("#24292f", "#e6e8eb"),
     "muted": ("#6b737c", "#9aa3ad"),
@@ -18,8 +18,8 @@ THEME = {
     "evaluate": ("#d9cfe6", "#5b4d70"),
 }
 
-# Of methods that this version does not know. The others' are in their rows: Okabe and Ito's
-# colours, darkened for white paper and lightened for black.
+# The colours of methods that this version does not know. The rows of the other methods have theirs:
+# Okabe and Ito's colours, darkened for white paper and lightened for black.
 _OTHER_HUES = [("#a8437f", "#e79ac6"), ("#8a6d00", "#e6c84c"), ("#4b3fa8", "#a59cf5")]
 _OTHER_DASHES = [(0, (6, 1.5, 1, 1.5)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2))]
 _MARKERS = "osD^vPX<>p*h"

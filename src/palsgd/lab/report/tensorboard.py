@@ -18,7 +18,8 @@ _TAGS = {
 
 
 def write_tensorboard(folders: list[Path], out: Path) -> Path:
-    """One TensorBoard run per run; its "wall time" is training time, so "relative" shows that."""
+    """Write one TensorBoard run per run. Its "wall time" is training time, so "relative" shows
+    training time."""
     from torch.utils.tensorboard import SummaryWriter
 
     out, taken = Path(out), set[str]()
@@ -32,7 +33,7 @@ def write_tensorboard(folders: list[Path], out: Path) -> Path:
 
 
 def _name(each: Group, run: Run, taken: set[str]) -> str:
-    """A folder name that says the setting, safe whatever the files say, and used once."""
+    """A unique folder name from the setting, with only safe characters."""
     seed = f" seed={run.config.get('seed')}" if len(each.runs) > 1 else ""
     plain = re.sub(r"[^\w=,.+-]+", "_", f"{run.workload} {each.label}{seed}")
     name = next(

@@ -13,7 +13,7 @@ from palsgd.lab.run_folder import find_runs
 if TYPE_CHECKING:
     from rich.table import Table
 
-# 80 characters hold no more; the report has the rest.
+# A terminal of 80 characters has room for these; the report has all columns.
 _COLUMNS = ("loss", "metric", "to target", "speed-up", "gradients", "time", "sent")
 
 

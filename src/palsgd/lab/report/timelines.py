@@ -1,4 +1,4 @@
-"""What the workers did when, as bars."""
+"""The timelines of the workers as bars."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ Bar = tuple[str, float, float]  # kind, start, end
 
 
 def bars(spans: list[Line]) -> dict[int, list[Bar]]:
-    """For each worker; time starts at zero."""
+    """The bars of each worker; time starts at zero."""
     zero = min(span["start_s"] for span in spans)
     length = max(span["end_s"] for span in spans) - zero
     return {
@@ -26,7 +26,7 @@ def bars(spans: list[Line]) -> dict[int, list[Bar]]:
 
 
 def shares(spans: list[Line]) -> str:
-    """How the time was spent, that of all workers together."""
+    """The share of each kind of span in the time of all workers together."""
     spent = dict.fromkeys(KINDS, 0.0)
     for span in spans:
         spent[span["kind"]] = spent.get(span["kind"], 0.0) + span["end_s"] - span["start_s"]
@@ -35,7 +35,8 @@ def shares(spans: list[Line]) -> str:
 
 
 def _merged(spans: list[Line], *, gap: float) -> Iterator[Bar]:
-    """Neighbours of one kind as one bar: thousands of steps would be a wall of hairlines."""
+    """Neighbours of one kind as one bar, as thousands of separate steps would be too thin to
+    see."""
     last: Bar | None = None
     for span in sorted(spans, key=lambda span: span["start_s"]):
         kind, start, end = span["kind"], span["start_s"], span["end_s"]

@@ -69,7 +69,8 @@ def run_theory(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For tensors as small as these a second thread costs more than it gives."""
+    """Inside, torch uses one thread, as a second one makes operations on such small tensors
+    slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

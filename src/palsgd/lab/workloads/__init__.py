@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Of all workloads, from the listing of this folder."""
+    """The names of all workloads, from the listing of this folder."""
     return tuple(sorted(found.name.replace("_", "-") for found in iter_modules(__path__)))
 
 

@@ -24,7 +24,7 @@ GRIDS = {
 
 
 class Cifar10(InMemory):
-    """The data; pixels stay bytes until they are in a batch."""
+    """CIFAR-10 as a workload's data. Pixels stay bytes until the loss converts those of a batch."""
 
     examples = 50_000
 

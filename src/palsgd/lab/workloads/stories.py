@@ -32,8 +32,8 @@ class Stories(Language):
     examples = 100_000  # text is endless; this many stories count as an epoch
 
     # A loss is summed over all words of many stories, END included, and divided by their number.
-    # With more and more stories that tends to the ratio of the two means. On the finite validation
-    # set the best model may by luck end a little below it.
+    # With more stories that tends to the ratio of the two means. On the finite validation set a
+    # model's loss may by chance be a little below the floor.
     floor = GRAMMAR.entropy / GRAMMAR.mean_length
 
     def load(self) -> None:
