@@ -15,8 +15,30 @@ def pytest_configure():
         raise pytest.UsageError(str(error)) from None
 
 
+# Files of many tests that together take long, though none of them does by itself.
+SLOW_FILES = {
+    "test_cli.py",
+    "test_codecs_converge.py",
+    "test_draws.py",
+    "test_engines_agree.py",
+    "test_every_method.py",
+    "test_lag.py",
+    "test_many_runs.py",
+    "test_sharding.py",
+    "test_sync.py",
+    "test_tensors.py",
+    "test_theory.py",
+    "test_vectorized.py",
+    "test_workloads.py",
+}
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
     """The limit for each test follows PALSGD_TEST_PATIENCE as the limits inside tests do."""
+    for item in items:
+        if item.path.name in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
     if factor() != 1 and config.getoption("timeout") is None:
         limit = pytest.mark.timeout(patient(float(config.getini("timeout"))))
         for item in items:
