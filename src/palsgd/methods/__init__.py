@@ -4,12 +4,15 @@
 made from the rows that the files of this folder hold, when they are asked for.
 """
 
+from importlib import import_module
 from typing import Any
 
 from palsgd import registry
 
 
 def __getattr__(title: str) -> Any:
+    if title in registry.names():  # a file of this folder
+        return import_module(f"{__name__}.{title}")
     found = next((row for row in registry.rows() if row.title == title), None)
     if found is None:
         raise AttributeError(f"palsgd.methods has no {title!r}; it has {', '.join(__dir__())}")
