@@ -346,3 +346,18 @@ def test_a_scheduler_given_to_the_optimizer_is_stepped_once_per_tick():
     model, opt = build(warmup_steps=3, scheduler=build_schedule)
     train(model, opt, batches(), 30)
     assert ticks == list(range(31))
+
+
+def test_a_learning_rate_that_is_set_during_the_inner_step_is_kept():
+    """The rate is divided by 1 - p for that step, and put back unless it is another by then."""
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = palsgd.PALSGD(
+        model, inner, sync_every=8, mix_prob=0.3, mix_rate=0.5, transport=palsgd.Alone()
+    )
+    mse(model, batches(0)[0]).backward()
+    opt.step()
+    assert inner.param_groups[0]["lr"] == 0.1
+    inner.register_step_post_hook(lambda *_: inner.param_groups[0].update(lr=0.02))
+    opt.step()
+    assert inner.param_groups[0]["lr"] == 0.02
