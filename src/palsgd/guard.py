@@ -5,6 +5,7 @@ first message of a sync. Every worker reads the headers of all of them.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,10 @@ from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
 from palsgd.transports.transport import Transport
 
+# The lowest bit of a report's third number says that the worker is not finite; from this bit on, it
+# has the number of a buffer.
+_BUFFER_SHIFT, _MOST_BUFFERS = 8, 255
+
 
 @dataclass(frozen=True)
 class WorkerReport:
@@ -26,6 +31,7 @@ class WorkerReport:
     seconds: float  # seconds of its last exchange, waiting included
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
+    buffer: int = 0  # the number, from 1, of a buffer of it that is not finite
 
 
 class Header:
@@ -43,7 +49,8 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(not mine.finite)]
+        state = (not mine.finite) + (min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT)
+        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(state)]
         line += [mine.seconds, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
         own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
@@ -51,48 +58,77 @@ class Header:
 
     def decode(self, mean: Tensor) -> list[WorkerReport]:
         lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
-        return [
-            WorkerReport(round(low) + (round(high) << 16), round(broken) == 0, *seconds)
-            for low, high, broken, *seconds in lines
-        ]
+        return [_decoded(*line) for line in lines]
+
+
+def _decoded(low: float, high: float, state: float, *seconds: float) -> WorkerReport:
+    buffer, broken = divmod(round(state), 1 << _BUFFER_SHIFT)
+    return WorkerReport(round(low) + (round(high) << 16), not broken & 1, *seconds, buffer=buffer)
 
 
 class Guard:
     """Makes this worker's report, and checks the reports of all workers."""
 
     def __init__(
-        self, transport: Transport, *, with_costs: bool, compares: bool, skip_nonfinite: bool
+        self,
+        transport: Transport,
+        *,
+        with_costs: bool,
+        compares: bool,
+        skip_nonfinite: bool,
+        buffers: Sequence[str] = (),
     ):
         self.worker, self.workers = transport.worker, transport.workers
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
+        self._buffers = buffers  # the names of those that are averaged
         self._combine = transport.combine
 
     def report(
-        self, digest: int, *, finite: bool, meter: Meter, step_s: float, device: torch.device
+        self,
+        digest: int,
+        *,
+        finite: bool,
+        meter: Meter,
+        device: torch.device,
+        step_s: float = 0.0,
+        buffer: int = 0,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
-        report."""
-        whole = torch.tensor([digest, not finite], device=device)
+        report. `buffer` is the number of a buffer that is not finite; 0: none."""
+        whole = torch.tensor(
+            [digest, not (finite and not buffer), buffer, buffer > 0], device=device
+        )
         self._combine(whole)
-        total, broken = whole.tolist()
-        return WorkerReport(total & 0xFFFFFFFF, not broken, meter.exchange_s, meter.sync_s, step_s)
+        total, broken, numbers, count = whole.tolist()
+        seconds = (meter.exchange_s, meter.sync_s, step_s)
+        number = numbers // max(1, count)  # ranks of one worker have the same buffers
+        return WorkerReport(total & 0xFFFFFFFF, not broken, *seconds, buffer=number)
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)
-
-    def check_alike(self, header: Tensor, where: str) -> None:
-        """Raise unless all workers hold the same model."""
-        if self.compares:
-            check_consensus(self.header.decode(header), where)
 
     def check(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless the sync may go ahead."""
         reports = self.header.decode(header)
         if self.compares:
             check_consensus(reports, where)
-        return Verdict(check_finite(reports, where, self.skip_nonfinite), reports)
+        contributors = check_finite(reports, where, self.skip_nonfinite, self._buffers)
+        return Verdict(contributors, reports)
+
+    def check_step(self, header: Tensor, where: str) -> "Verdict":
+        """Raise unless all workers hold the same model. A gradient that is not finite raises too,
+        unless such steps are skipped. The step may be taken if all workers are contributors."""
+        reports = self.header.decode(header)
+        if self.compares:
+            check_consensus(reports, where)
+        broken = [worker for worker, line in enumerate(reports) if not line.finite]
+        if broken and not self.skip_nonfinite:
+            named = _broken_buffer(reports, broken, self._buffers) or "gradient"
+            whose = f"the {named} of {named_workers(broken)} of {len(reports)}"
+            raise nonfinite_step(whose, where)
+        return Verdict(len(reports) - len(broken), reports)
 
 
 @dataclass(frozen=True)
@@ -109,24 +145,41 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
     odd = [worker for worker, line in enumerate(reports) if line.digest != common]
     if odd:
         raise ConsensusError(
-            f"{_workers(odd)} of {len(reports)} hold another global model than the rest at "
+            f"{named_workers(odd)} of {len(reports)} hold another global model than the rest at "
             f"{where}; nothing was averaged. Start every worker from the same weights (same seed, "
             "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
             "from one checkpoint"
         )
 
 
-def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:
+def check_finite(
+    reports: list[WorkerReport], where: str, skip: bool, buffers: Sequence[str] = ()
+) -> int:
     """The number of workers that take part in the mean. Raise the same error on every worker if
     some model is not finite, unless `skip` is set and some other model is finite."""
     broken = [worker for worker, line in enumerate(reports) if not line.finite]
     if broken and not (skip and len(broken) < len(reports)):
         raise NonFiniteError(
-            f"the model of {_workers(broken)} of {len(reports)} has inf or nan at {where}; "
+            f"the {_broken_buffer(reports, broken, buffers) or 'model'} of {named_workers(broken)} "
+            f"of {len(reports)} has inf or nan at {where}; "
             "nothing was averaged. Lower the learning rate or clip gradients, or pass "
             "on_nonfinite='skip' to leave such workers out of the mean"
         )
     return len(reports) - len(broken)
+
+
+def nonfinite_step(whose: str, where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{whose} has inf or nan at {where}; no worker took the step. Lower the learning rate or "
+        "clip gradients, or pass on_nonfinite='skip' to skip such steps on all workers"
+    )
+
+
+def _broken_buffer(reports: list[WorkerReport], broken: list[int], names: Sequence[str]) -> str:
+    """What is not finite if it is a buffer, by its name; else empty."""
+    number = reports[broken[0]].buffer
+    known = 0 < number <= len(names) and number < _MOST_BUFFERS
+    return f"buffer {names[number - 1]!r}" if known else ""
 
 
 def waiting(reports: list[WorkerReport], worker: int) -> float:
@@ -146,5 +199,5 @@ def costs(reports: list[WorkerReport]) -> Costs:
     )
 
 
-def _workers(indices: list[int]) -> str:
+def named_workers(indices: list[int]) -> str:
     return ("worker " if len(indices) == 1 else "workers ") + ", ".join(map(str, indices))

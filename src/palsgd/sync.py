@@ -23,6 +23,7 @@ from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
+from palsgd.finite import all_finite
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -209,7 +210,7 @@ class Syncer:
                 found = displaced(bucket, self.anchor, self.replica.local(), with_digest=alone)
                 squares, digest = squares + found.squares, found.digest
             if not pending.messages:
-                report = self._report(pending, parts, squares, digest)
+                report = self._report(pending, payload, parts, squares, digest)
             if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
@@ -262,7 +263,12 @@ class Syncer:
         return Message(values, 0, self.codec, self.residues.get((pending.at.fragment, number)))
 
     def _report(
-        self, pending: PendingSync, parts: list[Part], squares: Tensor, digest: int | None
+        self,
+        pending: PendingSync,
+        payload: Payload,
+        parts: list[Part],
+        squares: Tensor,
+        digest: int | None,
     ) -> WorkerReport:
         """This worker's part of the header. If the model is sent in one message, the norm of the
         displacement shows whether it is finite; otherwise every tensor is read."""
@@ -271,14 +277,17 @@ class Syncer:
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
         own = [t for part in parts if part.tensors is not None for t in part.tensors]
         finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        numbers = [payload.weight, *payload.scalars.values()]
+        finite = finite and all(math.isfinite(float(each)) for each in numbers)
         if digest is None:
             digest = self.anchor.digest(fragment)
         report = self.guard.report(
             digest + self.states.digest(fragment),
-            finite=finite and self.buffers.finite(),
+            finite=finite,
             meter=self.meter,
-            step_s=pending.at.step_s,
             device=self.replica.device,
+            step_s=pending.at.step_s,
+            buffer=self.buffers.nonfinite(),
         )
         pending.finite = report.finite
         return report
@@ -546,12 +555,3 @@ def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last one are kept."""
     chunks = values.split([t.numel() for t in like], dim=-1)
     return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)
