@@ -6,7 +6,7 @@ first message of a sync. Every worker reads the headers of all of them.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ class WorkerReport:
     seconds: float  # seconds of its last exchange, waiting included
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
-    buffer: int = 0  # the number, from 1, of a buffer of it that is not finite
+    # the number, from 1, of a buffer of it that is not finite
+    buffer: int = field(default=0, kw_only=True)
 
 
 class Header:

@@ -15,7 +15,8 @@ class Replica:
     """The tensors an inner optimizer trains, as plain local tensors (shards, if sharded)."""
 
     def __init__(self, model: nn.Module, inner: Optimizer):
-        named: dict[Tensor, str] = {p: name for name, p in unwrapped(model).named_parameters()}
+        self._model = unwrapped(model)
+        named: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
         _check_ownership(named, inner)
         self._inner = inner
         self.params = trainable(inner)
@@ -56,6 +57,18 @@ class Replica:
                     f"parameter {name} became {p.dtype} on {p.device} after the optimizer was "
                     f"built, when it was {dtype} on {device}; convert and move the model first, "
                     "then build inner and the palsgd optimizer"
+                )
+
+    def check_held(self) -> None:
+        """Raise if the model has lost a tensor that the inner optimizer trains. Sharded tensors are
+        not looked for, as fully_shard puts others into their places while they are gathered."""
+        held = self._ids if self.sharded else set(map(id, self._model.parameters()))
+        for name, each in zip(self.names, self._ids, strict=True):
+            if each not in held:
+                raise ValueError(
+                    f"parameter {name} is no longer the model's: it was replaced after the "
+                    "optimizer was built, by code or by model.to(device); build inner and the "
+                    "palsgd optimizer from the model as it is trained"
                 )
 
     def _changed(self, now: list[Tensor]) -> str:

@@ -198,6 +198,7 @@ class Syncer:
         """The messages of a sync, each filled when the iterator reaches it. The first has the
         tail."""
         self.replica.check_unchanged()
+        self.replica.check_held()
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)

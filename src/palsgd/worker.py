@@ -205,6 +205,7 @@ class Worker:
         """Set the anchor to the model, after the workers have compared their models."""
         syncer, at, warmup = self.syncer, self.at, self.warmup
         self.inner.replica.check_unchanged()
+        self.inner.replica.check_held()
         syncer.anchor.set_from_local()
         report = syncer.guard.report(
             syncer.anchor.digest() + syncer.states.digest(None),

@@ -14,7 +14,7 @@ ROOT = Path(palsgd.__file__).parent
 LAYERS = (
     ("checks", "errors", "events", "finite", "flat", "ledger", "outer", "progress", "sharding"),
     ("auto_interval", "codecs", "meter", "replica", "schedule", "units"),
-    ("anchor", "buffers", "inner", "memory", "passes", "transports"),
+    ("agreement", "anchor", "buffers", "inner", "memory", "passes", "transports"),
     ("composed", "method", "methods", "method_state", "method_view", "registry", "tensors"),
     ("options", "payload"),
     ("guard", "untrained"),
