@@ -1,12 +1,12 @@
 """The header of a sync, and what all workers check in it before they change anything.
 
-Each worker puts a digest of its anchor, a finite flag and the seconds of its last exchange into the
-first message of a sync. Every worker reads the headers of all of them.
+Each worker puts a few numbers about itself into the first message of a sync, such as a digest of
+its anchor. Every worker reads the headers of all of them.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
 from palsgd.transports.transport import Transport
 
-# The lowest bit of a report's third number says that the worker is not finite; from this bit on, it
-# has the number of a buffer.
+_MASK = 0xFFFFFFFF
+# From this bit on, a report's flags have the number of a buffer.
 _BUFFER_SHIFT, _MOST_BUFFERS = 8, 255
 
 
@@ -26,20 +26,23 @@ _BUFFER_SHIFT, _MOST_BUFFERS = 8, 255
 class WorkerReport:
     """One worker's part of the header."""
 
-    digest: int  # 32 bits of its anchor
-    finite: bool  # is its local model finite?
-    seconds: float  # seconds of its last exchange, waiting included
+    digest: int = 0  # 32 bits of its anchor
+    finite: bool = True  # is its local model finite?
+    finished: bool = False  # has its training loop come to its end?
+    seconds: float = 0.0  # seconds of its last exchange, waiting included
+    gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
+    model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
+    steps: int = 0  # its gradient steps so far, modulo 2^16
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
-    # the number, from 1, of a buffer of it that is not finite
-    buffer: int = field(default=0, kw_only=True)
+    buffer: int = 0  # the number, from 1, of a buffer of it that is not finite
 
 
 class Header:
     """A few numbers per worker. Each worker fills its own place and sends zeros in all other
     places, so the mean holds the numbers of all workers, divided by K.
 
-    The 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
+    A 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
     at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
     """
 
@@ -50,21 +53,37 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        state = (not mine.finite) + (min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT)
-        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(state)]
-        line += [mine.seconds, mine.sync_s, mine.step_s]
+        flags = (not mine.finite) + 2 * mine.finished
+        flags += min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT
+        line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
+        line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
         own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
         return section
 
     def decode(self, mean: Tensor) -> list[WorkerReport]:
         lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
-        return [_decoded(*line) for line in lines]
+        return [_report(line) for line in lines]
 
 
-def _decoded(low: float, high: float, state: float, *seconds: float) -> WorkerReport:
-    buffer, broken = divmod(round(state), 1 << _BUFFER_SHIFT)
-    return WorkerReport(round(low) + (round(high) << 16), not broken & 1, *seconds, buffer=buffer)
+def _halves(digest: int) -> tuple[int, int]:
+    return digest & 0xFFFF, digest >> 16
+
+
+def _report(line: list[float]) -> WorkerReport:
+    whole, costs = [round(number) for number in line[:9]], line[9:] or [0.0, 0.0]
+    return WorkerReport(
+        digest=whole[0] + (whole[1] << 16),
+        finite=not whole[2] & 1,
+        finished=bool(whole[2] & 2),
+        seconds=line[3],
+        gradient=whole[4] + (whole[5] << 16),
+        model=whole[6] + (whole[7] << 16),
+        steps=whole[8],
+        sync_s=costs[0],
+        step_s=costs[1],
+        buffer=whole[2] >> _BUFFER_SHIFT,
+    )
 
 
 class Guard:
@@ -84,6 +103,7 @@ class Guard:
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
         self._buffers = buffers  # the names of those that are averaged
+        self.gradient = 0  # 32 bits of the first gradient of the local phase, until a sync has them
         self._combine = transport.combine
 
     def report(
@@ -93,19 +113,28 @@ class Guard:
         finite: bool,
         meter: Meter,
         device: torch.device,
+        model: int = 0,
+        steps: int = 0,
         step_s: float = 0.0,
         buffer: int = 0,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report. `buffer` is the number of a buffer that is not finite; 0: none."""
-        whole = torch.tensor(
-            [digest, not (finite and not buffer), buffer, buffer > 0], device=device
-        )
+        own = [digest, not finite or buffer > 0, self.gradient, model, buffer, buffer > 0]
+        whole = torch.tensor(own, device=device)
         self._combine(whole)
-        total, broken, numbers, count = whole.tolist()
-        seconds = (meter.exchange_s, meter.sync_s, step_s)
-        number = numbers // max(1, count)  # ranks of one worker have the same buffers
-        return WorkerReport(total & 0xFFFFFFFF, not broken, *seconds, buffer=number)
+        digest, broken, gradient, model, buffers, count = whole.tolist()
+        return WorkerReport(
+            digest=digest & _MASK,
+            finite=not broken,
+            seconds=meter.exchange_s,
+            gradient=gradient & _MASK,
+            model=0 if broken else model & _MASK,
+            steps=steps,
+            sync_s=meter.sync_s,
+            step_s=step_s,
+            buffer=buffers // max(1, count),  # ranks of one worker have the same buffers
+        )
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)

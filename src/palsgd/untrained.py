@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from palsgd.digest import chained, digest
 from palsgd.errors import ConsensusError
 from palsgd.guard import named_workers
 from palsgd.payload import UNTRAINED
 from palsgd.replica import Replica, unwrapped
 from palsgd.sharding import local_tensor
 from palsgd.transports.transport import Transport
-
-_PIECE = 1 << 20  # words of 8 bytes that are read at once
 
 
 class Untrained:
@@ -36,11 +35,11 @@ class Untrained:
         self._built = self._buffers()
 
     def _buffers(self) -> int:
-        return digest_of(getattr(module, name) for module, name in self._slots)
+        return contents_digest(getattr(module, name) for module, name in self._slots)
 
     def encode(self, like: Tensor) -> Tensor:
         """This worker's digests in its own place, as 16-bit halves, and zeros in all others."""
-        digests = [digest_of(self._frozen), self._built, self._buffers()]
+        digests = [contents_digest(self._frozen), self._built, self._buffers()]
         whole = torch.tensor(digests, device=self._device)
         self._combine(whole)  # the digests of its shards, if it has several ranks
         section = like.new_zeros(self._workers, UNTRAINED)
@@ -75,13 +74,9 @@ def _buffer_slots(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module, name
 
 
-def digest_of(tensors: Iterable[Tensor | None]) -> int:
-    """32 bits of tensors of any types, which also change if values change places."""
-    total = 0
-    for number, tensor in enumerate(tensors):
-        for part in _parts(tensor):
-            total += (2 * number + 1) * _weighted_words(part)
-    return (total ^ (total >> 32)) & 0xFFFFFFFF
+def contents_digest(tensors: Iterable[Tensor | None]) -> int:
+    """32 bits of tensors of any types, in their order."""
+    return chained(digest(_bytes(part)) for tensor in tensors for part in _parts(tensor))
 
 
 def _parts(tensor: Tensor | None) -> Iterator[Tensor]:
@@ -96,15 +91,5 @@ def _parts(tensor: Tensor | None) -> Iterator[Tensor]:
         yield torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _weighted_words(tensor: Tensor) -> int:
-    """The sum of the 8-byte words of a tensor, each times an odd number that its place gives, in
-    the arithmetic of 64 bits."""
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8 or len(raw) % 8:
-        raw = torch.nn.functional.pad(raw, (0, -len(raw) % 8)).clone()
-    words = raw.view(torch.int64)
-    weights = 2 * torch.arange(min(_PIECE, len(words)), device=words.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for number, piece in enumerate(words.split(_PIECE)):
-        total += (piece * weights[: len(piece)]).sum() * (2 * number + 1)
-    return int(total)
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

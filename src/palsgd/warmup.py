@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from palsgd.anchor import digest
 from palsgd.buffers import Buffers
+from palsgd.digest import chained, digest
 from palsgd.finite import all_finite
 from palsgd.flat import Buckets
 from palsgd.guard import Guard, Verdict, WorkerReport, nonfinite_step
@@ -180,12 +180,12 @@ class Warmup:
 
     def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
         """Whether this worker's gradient is finite, and in the first step a digest of the model."""
-        own = 0 if self.compared else clock
+        found = [0 if self.compared else clock]
         for bucket in [] if self.compared else buckets.ranges:
             bucket.read(self._replica.local())
-            own += digest(bucket.flat)
+            found.append(digest(bucket.flat))
         return self.guard.report(
-            own,
+            0 if self.compared else chained(found),
             finite=all_finite(g for g in self._replica.grads() if g is not None),
             meter=self._meter,
             device=self._replica.device,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from palsgd.auto_interval import AutoInterval
+from palsgd.digest import chained
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
 from palsgd.guard import costs
 from palsgd.inner import InnerStep
@@ -208,9 +209,10 @@ class Worker:
         self.inner.replica.check_held()
         syncer.anchor.set_from_local()
         report = syncer.guard.report(
-            syncer.anchor.digest() + syncer.states.digest(None),
+            chained([syncer.anchor.digest(), syncer.states.digest(None)]),
             finite=True,
             meter=self.meter,
+            steps=at.gradient_steps,
             device=self.inner.replica.device,
             buffer=0 if warmup.in_step else warmup.buffers.nonfinite(),
         )
@@ -421,6 +423,7 @@ class Worker:
             rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
             step_s=self.meter.step_seconds(since) if measured else 0.0,
             rates=tuple(self.at.rates or self.inner.rates()),
+            taken=self.at.gradient_steps,
         )
 
     def _synced(self, outcome: Outcome) -> None:

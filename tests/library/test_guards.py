@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import palsgd
-from palsgd.untrained import digest_of
+from palsgd.untrained import contents_digest
 from support.problems import mse
 
 
@@ -135,19 +135,23 @@ def test_a_digest_sees_every_byte_and_its_place():
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64):
         x = (torch.randn(3, 7) * 9).to(dtype)
-        whole = digest_of([x])
-        assert digest_of([x.clone()]) == whole == digest_of([x.t().contiguous().t()])
+        whole = contents_digest([x])
+        assert contents_digest([x.clone()]) == whole == contents_digest([x.t().contiguous().t()])
         for i in range(21):
             other = x.clone()
             other.view(-1)[i] = not bool(other.view(-1)[i]) if dtype == torch.bool else 77
-            assert digest_of([other]) != whole
+            assert contents_digest([other]) != whole
     x = torch.randn(5, 2)
-    assert digest_of([x]) != digest_of([x[[1, 0, 2, 3, 4]]])
-    assert digest_of([x, x + 1]) != digest_of([x + 1, x])
-    assert digest_of([x.view(-1)[1:5]]) == digest_of([x.view(-1)[1:5].clone()])  # at an odd place
+    assert contents_digest([x]) != contents_digest([x[[1, 0, 2, 3, 4]]])
+    assert contents_digest([x, x + 1]) != contents_digest([x + 1, x])
+    assert contents_digest([x.view(-1)[1:5]]) == contents_digest(
+        [x.view(-1)[1:5].clone()]
+    )  # at an odd place
     long = torch.arange(3 << 20, dtype=torch.float64)
-    assert digest_of([long]) != digest_of([long.roll(1 << 20)])  # pieces that change places
-    assert digest_of([None, torch.empty(0), torch.empty(2, device="meta")]) == 0
+    assert contents_digest([long]) != contents_digest(
+        [long.roll(1 << 20)]
+    )  # pieces that change places
+    assert contents_digest([None, torch.empty(0), torch.empty(2, device="meta")]) == 0
 
 
 # -- parameters that change after the optimizer was built ----------------------------------------
