@@ -88,6 +88,23 @@ def test_batch_norm_without_broadcasts_stays_local_under_a_flag(world):
         assert len(told) == 1
 
 
+def sent_anyway_job():
+    """What the ledger says when a hook of the user's has averaged."""
+    model = DistributedDataParallel(linear())
+    model.register_comm_hook(None, mean_hook)
+    model, opt = build(model, **WIDE)
+    take_step(model, opt, batches()[0])
+    before = opt.ledger.bytes_sent
+    model.require_backward_grad_sync = True
+    with pytest.raises(RuntimeError):
+        take_step(model, opt, batches()[1])
+    return opt.ledger.bytes_sent - before
+
+
+def test_the_ledger_counts_what_was_averaged_anyway(world):
+    assert world.run(sent_anyway_job, workers=2) == [15 * 8, 15 * 8]
+
+
 class Partly(nn.Module):
     """Half of its parameters have no gradient."""
 
@@ -341,6 +358,8 @@ def simulated(data=0, workers=3, vectorize=False, model=linear, steps=12, **rule
     inner = rules.pop("inner", sgd)
 
     def shard(worker):
+        if callable(data):
+            return data(worker)
         return batches(worker if data is None else data, dtype=torch.float32)
 
     return palsgd.simulate(
@@ -354,26 +373,41 @@ def simulated(data=0, workers=3, vectorize=False, model=linear, steps=12, **rule
     )
 
 
+@pytest.mark.parametrize("vectorize", [False, True])
 @pytest.mark.parametrize("rules", [{}, dict(fragments=2), dict(delay=2), dict(compress="int8")])
-def test_the_same_data_on_all_workers_is_told_at_the_first_sync(rules):
+def test_the_same_data_on_all_workers_is_told_at_the_first_sync(rules, vectorize):
     with pytest.raises(palsgd.ConsensusError, match="same first gradient") as found:
-        simulated(**rules)
+        simulated(vectorize=vectorize, **rules)
     assert "DistributedSampler" in str(found.value)
     assert "same_data=True" in str(found.value)
     assert "workers 0, 1, 2 of 3" in str(found.value)
 
 
-def test_same_data_goes_on_where_it_is_meant():
-    simulated(same_data=True)
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_same_data_goes_on_where_it_is_meant(vectorize):
+    simulated(same_data=True, vectorize=vectorize)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_models_that_become_equal_later_are_told_by_their_own_digest(vectorize):
+    with pytest.raises(palsgd.ConsensusError, match="same local model at the sync of round 2"):
+        simulated(data=late, vectorize=vectorize, mix_prob=0.0, steps=24, workers=2)
+
+
+def late(worker):
+    """The first twelve batches are each worker's own, the others are the same."""
+    own, common = batches(worker, dtype=torch.float32), batches(0, dtype=torch.float32)
+    return (own * 3)[:12] + common * 3
 
 
 def test_one_worker_has_nobody_to_compare_with():
     simulated(workers=1)
 
 
-def test_workers_with_data_of_their_own_are_told_nothing():
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_workers_with_data_of_their_own_are_told_nothing(vectorize):
     for rules in ({}, dict(fragments=2), dict(delay=2), dict(mix_prob=0.0)):
-        simulated(data=None, **rules)
+        simulated(data=None, vectorize=vectorize, **rules)
 
 
 def standing(model):
@@ -381,12 +415,9 @@ def standing(model):
     return sgd(model, lr=0.0)
 
 
-def halves(dtype):
-    return linear(torch.float32).to(torch.bfloat16)
-
-
-def test_models_that_did_not_move_are_told_nothing():
-    simulated(data=None, inner=standing, mix_prob=0.0)
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_models_that_did_not_move_are_told_nothing(vectorize):
+    simulated(data=None, inner=standing, mix_prob=0.0, vectorize=vectorize)
 
 
 def halves_job(lr):
