@@ -42,6 +42,7 @@ def build_worker(
         with_costs=options.auto is not None,
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
+        same_data=options.same_data,
     )
     memory = MessageMemory(
         replica,
@@ -71,7 +72,7 @@ def build_worker(
         schedule=_schedule(options),
         number=transport.worker,
         inner=InnerStep(inner, replica, options.max_norm),
-        warmup=Warmup(gradient_sync(model), replica, memory, guard, buffers, meter),
+        warmup=Warmup(gradient_sync(model, transport), replica, memory, guard, buffers, meter),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
+from palsgd.digest import digest_of
 from palsgd.errors import ConsensusError, NonFiniteError
 from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
+from palsgd.tensors import all_finite
 from palsgd.transports.transport import Transport
 
 _MASK = 0xFFFFFFFF
@@ -83,13 +85,22 @@ class Guard:
     """Makes this worker's report, and checks the reports of all workers."""
 
     def __init__(
-        self, transport: Transport, *, with_costs: bool, compares: bool, skip_nonfinite: bool
+        self,
+        transport: Transport,
+        *,
+        with_costs: bool,
+        compares: bool,
+        skip_nonfinite: bool,
+        same_data: bool,
     ):
         self.worker, self.workers = transport.worker, transport.workers
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
-        self.gradient = 0  # 32 bits of the first gradient of the local phase, until a sync has them
+        # Must no two workers compute the same?
+        self.compares_work = not same_data and transport.workers > 1
+        self.awaits_gradient = self.compares_work  # the next gradient is to be compared
+        self.gradient = 0  # 32 bits of the gradient that the next sync compares
         self._combine = transport.combine
 
     def report(
@@ -132,7 +143,23 @@ class Guard:
         reports = self.header.decode(header)
         if self.compares:
             check_consensus(reports, where)
-        return Verdict(check_finite(reports, where, self.skip_nonfinite), reports)
+        contributors = check_finite(reports, where, self.skip_nonfinite)
+        if self.compares_work:
+            check_own_work(reports, where)
+            if reports[self.worker].gradient:
+                self.gradient = 0  # it is compared once
+        return Verdict(contributors, reports)
+
+    def await_gradient(self) -> None:
+        """Compare the next gradient too: from now on something else may average."""
+        self.awaits_gradient = self.compares_work
+
+    def saw_gradient(self, grads: list[Tensor]) -> None:
+        """Keep a digest of the first gradient of the local phase, for the next sync. A gradient
+        that is zero or not finite shows nothing."""
+        self.awaits_gradient = False
+        # adding zero makes -0 zero
+        self.gradient = digest_of(g + 0.0 for g in grads) if all_finite(grads) else 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +181,30 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
             "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
             "from one checkpoint"
         )
+
+
+def check_own_work(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every worker if two workers have computed the same."""
+    what = "had the same first gradient in the local phase"
+    same = _equal([line.gradient for line in reports])
+    if not same:
+        what = "have the same local model"
+        same = _equal([line.model for line in reports])
+    if same:
+        raise ConsensusError(
+            f"{_workers(same)} of {len(reports)} {what} at {where}; nothing was averaged. Either "
+            "something else averages in every step: if a DistributedDataParallel was put around "
+            "the model after the optimizer was built, call opt.attach(model), and use no inner "
+            "optimizer that communicates. Or these workers train on the same data: give each its "
+            "own, for example by a DistributedSampler, or pass same_data=True if that is meant"
+        )
+
+
+def _equal(digests: list[int]) -> list[int]:
+    """The workers with the most common digest, if at least two have it; 0 is no digest."""
+    counts = Counter(digest for digest in digests if digest)
+    common, count = counts.most_common(1)[0] if counts else (0, 0)
+    return [worker for worker, digest in enumerate(digests) if digest == common and count > 1]
 
 
 def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:

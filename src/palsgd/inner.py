@@ -13,6 +13,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from palsgd.replica import Replica
 
+# Optimizers that exchange in every step: torch's own and ours. They are told by name, as importing
+# torch's takes seconds.
+COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "LocalOptimizer"}
+
 
 class ChainedOptimizer(Optimizer):
     """Several inner optimizers as one (Muon takes matrices only, AdamW the rest). The groups and
@@ -80,6 +84,17 @@ class InnerStep:
     def tick(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+def check_communicates_not(inner: Optimizer) -> None:
+    """Raise for an optimizer that exchanges with other workers in its step."""
+    for each in getattr(inner, "parts", [inner]):
+        kinds = {kind.__name__ for kind in type(each).__mro__}
+        if kinds & COMMUNICATING:
+            raise ValueError(
+                f"inner={type(each).__name__} communicates in every step, which would undo the "
+                "local steps; give the plain optimizer inside it, such as torch.optim.AdamW"
+            )
 
 
 def check_scheduler(scheduler: Any, inner: Optimizer) -> None:

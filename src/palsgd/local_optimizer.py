@@ -20,7 +20,7 @@ from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer, check_scheduler
+from palsgd.inner import ChainedOptimizer, check_communicates_not, check_scheduler
 from palsgd.ledger import Ledger
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options, documented
@@ -31,7 +31,9 @@ from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Transport, ambient_transport
+from palsgd.warmup import check_attachable, gradient_sync
 from palsgd.worker import Exchange
+from palsgd.wrapped import Wrapped
 
 
 @documented
@@ -79,6 +81,7 @@ class LocalOptimizer(Optimizer):
         compress: str | Codec | None = None,
         delay: int = 0,
         fragments: int = 1,
+        same_data: bool = False,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
@@ -97,6 +100,7 @@ class LocalOptimizer(Optimizer):
             compress=compress,
             delay=delay,
             fragments=fragments,
+            same_data=same_data,
         )
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
@@ -134,6 +138,7 @@ class LocalOptimizer(Optimizer):
                 "parameters": replica.describe(),
                 "the model's buffers": worker.warmup.buffers.describe(),
                 "bucket_mb": bucket_mb,
+                "same_data": not worker.warmup.guard.compares_work,
                 "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
             }
         )
@@ -223,6 +228,25 @@ class LocalOptimizer(Optimizer):
         round."""
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
+
+    def attach(self, model: nn.Module) -> None:
+        """Tell the optimizer of the `DistributedDataParallel` that was put around its model after
+        the optimizer was built, as many frameworks do. All workers must call this at the same step.
+        Calling it again, or with a model that is not wrapped, changes nothing.
+
+        Args:
+            model: the wrapped model, as the loop calls it.
+
+        Raises:
+            ValueError: the model has other parameters, or is sharded by FSDP, which needs no
+                attach().
+        """
+        worker = self._worker
+        check_attachable(model, worker.inner.replica)
+        wrapper = gradient_sync(model, self.transport)
+        known = getattr(worker.warmup.gradient_sync, "model", None)
+        if isinstance(wrapper, Wrapped) and wrapper.model is not known:
+            worker.attach(wrapper)
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
         """Call `listener(event)` at every later event of this kind.
@@ -402,6 +426,7 @@ def _inner(inner: Any) -> Optimizer:
             f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
+    check_communicates_not(inner)
     return inner
 
 

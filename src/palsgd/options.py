@@ -31,6 +31,9 @@ OPTIONS = """
         compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
         delay: steps between sending and applying a sync; training goes on during them.
         fragments: parts of the model that are synced one after another within a round.
+        same_data: workers may compute the same. By default a sync raises a ConsensusError if two
+            workers had the same first gradient or have the same local model, as then something else
+            averages gradients or models, or the workers read the same data.
         group: the process group of the workers, if they are not all ranks.
         transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
 
@@ -57,6 +60,7 @@ class Options:
     codec: Codec | None
     delay: int
     fragments: int
+    same_data: bool
 
     @property
     def has_rounds(self) -> bool:

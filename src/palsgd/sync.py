@@ -33,7 +33,7 @@ from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
 from palsgd.passes import can_divide, displaced, divided_step
 from palsgd.payload import wire_bytes
-from palsgd.tensors import Reduced, WorkerTensors
+from palsgd.tensors import Reduced, WorkerTensors, all_finite
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message
 
@@ -127,6 +127,8 @@ class Syncer:
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
+        # Without a common anchor equal displacements are no equal models.
+        self._compares_models = guard.compares and guard.compares_work
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
@@ -210,7 +212,11 @@ class Syncer:
             if bucket is not None:
                 alone = first and not self._parks(at.fragment)
                 found = displaced(
-                    bucket, self.anchor, self.replica.local(), with_digest=alone, with_moved=first
+                    bucket,
+                    self.anchor,
+                    self.replica.local(),
+                    with_digest=alone,
+                    with_moved=first and self._compares_models,
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
@@ -277,7 +283,7 @@ class Syncer:
         if fragment == 0:
             self._moved = {}
         self._moved[fragment] = moved
-        if len(self._moved) < len(self.anchor.ranges) or not self.guard.compares:
+        if len(self._moved) < len(self.anchor.ranges):
             return 0
         return self._moved[0] if fragment == 0 else chained(self._moved.values())
 
@@ -578,12 +584,3 @@ def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last one are kept."""
     chunks = values.split([t.numel() for t in like], dim=-1)
     return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)

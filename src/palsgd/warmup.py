@@ -15,9 +15,10 @@ from palsgd.flat import Buckets
 from palsgd.guard import Guard, WorkerReport
 from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
-from palsgd.replica import Replica, uncompiled
+from palsgd.replica import Replica, uncompiled, unwrapped
 from palsgd.transports.requests import Request
-from palsgd.transports.transport import Message
+from palsgd.transports.transport import Message, Transport
+from palsgd.wrapped import Wrapped
 
 
 class GradientSync(Protocol):
@@ -25,8 +26,33 @@ class GradientSync(Protocol):
 
     def switch(self, *, on: bool) -> None: ...
 
+    @property
+    def on(self) -> bool:
+        """Would the next backward average, after `switch` has switched that off?"""
 
-class InStep:
+    def keep_local(self) -> None:
+        """Switch off what is on again; raise if it has averaged."""
+
+    def averaged_bytes(self, grads: list[Tensor | None]) -> int:
+        """The bytes that backward has handed over since the last call."""
+
+    def broadcast_bytes(self) -> int:
+        """The bytes that worker 0 sends to all others in a forward pass."""
+
+
+class Unwatched:
+    """Nothing outside the optimizer can switch these on again."""
+
+    on = False
+
+    def keep_local(self) -> None:
+        pass
+
+    def broadcast_bytes(self) -> int:
+        return 0
+
+
+class InStep(Unwatched):
     """For a plain module: `step()` averages the gradients in buckets after backward."""
 
     in_step = True
@@ -34,23 +60,11 @@ class InStep:
     def switch(self, *, on: bool) -> None:
         pass
 
-
-class Wrapped:
-    """For a DistributedDataParallel, which averages the gradients during backward."""
-
-    in_step = False
-
-    def __init__(self, model: DistributedDataParallel):
-        self._model = model
-
-    def switch(self, *, on: bool) -> None:
-        # DDP.no_sync() sets the first flag for a with block; here it stays set. The second flag
-        # stops the broadcast of buffers in the next forward.
-        self._model.require_backward_grad_sync = on
-        self._model.require_forward_param_sync = on
+    def averaged_bytes(self, grads: list[Tensor | None]) -> int:
+        return 0
 
 
-class Hybrid:
+class Hybrid(Unwatched):
     """For HSDP: fully_shard over a 2-D mesh all-reduces over the replica axis during backward."""
 
     in_step = False
@@ -67,8 +81,12 @@ class Hybrid:
         for info in self._meshes:
             info.__class__ = HSDPMeshInfo if on else FSDPMeshInfo
 
+    def averaged_bytes(self, grads: list[Tensor | None]) -> int:
+        return sum(g.nbytes for g in grads if g is not None)
 
-def gradient_sync(model: nn.Module) -> GradientSync:
+
+def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
+    """What averages the gradients of this model over the workers in the warm-up."""
     model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
         return Wrapped(model)
@@ -80,6 +98,28 @@ def gradient_sync(model: nn.Module) -> GradientSync:
     if any(True for _ in _replicated_meshes(model)):
         return Hybrid(model)
     return InStep()
+
+
+def check_attachable(model: nn.Module, replica: Replica) -> None:
+    """Raise unless `model` is made of the parameters that the optimizer trains."""
+    if _is_sharded_module(model):
+        raise ValueError(
+            "attach() is for DistributedDataParallel; a model that FSDP shards needs none, as the "
+            "optimizer is built from its shards: remove the call"
+        )
+    theirs = {p for p in unwrapped(model).parameters() if p.requires_grad}
+    if theirs != set(replica.params):
+        raise ValueError(
+            f"attach() got a {type(model).__name__} with other parameters than the optimizer "
+            "trains; give it the wrapped form of the model that the optimizer was built with"
+        )
+
+
+def _is_sharded_module(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = [getattr(fsdp, name, None) for name in ("FSDPModule", "FullyShardedDataParallel")]
+    known = tuple(kind for kind in kinds if kind is not None)
+    return any(isinstance(module, known) for module in model.modules())
 
 
 def _replicated_meshes(model: nn.Module) -> Iterator[object]:

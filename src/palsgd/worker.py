@@ -26,7 +26,7 @@ from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message
-from palsgd.warmup import Warmup
+from palsgd.warmup import GradientSync, Warmup
 
 Exchange = Generator[Request, int, None]
 
@@ -112,6 +112,7 @@ class Worker:
             yield from self._warmup_step()
         else:
             yield from self.prepare()
+            self._stay_local()
             self.at.synced = False
             self._tick_head()
             rate = self._gradient_step(self.method.gradient_share)
@@ -123,7 +124,7 @@ class Worker:
 
     def plain_step(self) -> bool:
         """Take a step with the present gradient if nothing else is due before or after it."""
-        if self.at.clock >= self._plain_until:
+        if self.at.clock >= self._plain_until or self.warmup.gradient_sync.on:
             return False
         self.at.synced = False
         rate = self._gradient_step(self.method.gradient_share)
@@ -172,10 +173,8 @@ class Worker:
             with self.meter.watch.timing("sync_s"):
                 yield from self.warmup.average(self.at.clock, self._count_message)
             self.meter.leave_step()
-        elif self.facts.workers > 1:
-            sent = sum(g.nbytes for g in self.inner.replica.grads() if g is not None)
-            self.ledger.bytes_sent += sent
-            self.ledger.bytes_on_the_wire += wire_bytes(sent, self.facts.workers)
+        else:
+            self._count_averaged()
         self._gradient_step(1.0)
         self.ledger.warmup_steps += 1
         self.ledger.syncs += 1
@@ -183,6 +182,26 @@ class Worker:
             self.warmup.switch(on=False)
         sent = self.ledger.bytes_sent - before
         self._tell(Averaged, bytes_sent=sent)
+
+    def _count_averaged(self) -> None:
+        """Count what the wrapper of the model has sent in forward and backward."""
+        workers, wrapper = self.facts.workers, self.warmup.gradient_sync
+        averaged = wrapper.averaged_bytes(self.inner.replica.grads())
+        broadcast = wrapper.broadcast_bytes() if self.number == 0 else 0
+        if workers > 1:
+            self.ledger.bytes_sent += averaged + broadcast
+            self.ledger.bytes_on_the_wire += wire_bytes(averaged, workers)
+            self.ledger.bytes_on_the_wire += broadcast * (workers - 1)
+
+    def _stay_local(self) -> None:
+        """Look whether the wrapper of the model has averaged this gradient, and keep a digest of
+        the first gradient of the local phase, which shows what averaged it behind our back."""
+        wrapper, guard = self.warmup.gradient_sync, self.syncer.guard
+        if wrapper.on:
+            self._count_averaged()
+            wrapper.keep_local()
+        if guard.awaits_gradient:
+            guard.saw_gradient(self.inner.replica.flat_grads())
 
     def _start_local_phase(self) -> Exchange:
         """Set the anchor to the model, after the workers have compared their models."""
@@ -269,6 +288,8 @@ class Worker:
         self._plain_until = -1
         clock = self.at.clock
         if not self.at.has_anchor or self.warming_up or self._at_end() or self._due():
+            return
+        if self.syncer.guard.awaits_gradient:
             return
         stop = clock + self._to_next_due()
         round, offset = self.schedule.place(clock)
@@ -558,4 +579,12 @@ class Worker:
         """Drop what was computed before progress and schedule were set from a saved state."""
         self._plan, self._plain_until = (-1, []), -1
         self.warmup.compared = False
+        self.warmup.guard.await_gradient()
         self.warmup.switch(on=self.warming_up)
+
+    def attach(self, wrapper: GradientSync) -> None:
+        """From now on `wrapper` averages the gradients in the warm-up."""
+        self.warmup.gradient_sync = wrapper
+        self.warmup.switch(on=self.warming_up)
+        self.warmup.guard.await_gradient()
+        self._plain_until = -1
