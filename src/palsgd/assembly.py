@@ -36,7 +36,7 @@ def build_worker(
     """A worker that has not taken a step. A worker without rounds (DDP) has no anchor and no
     syncer."""
     meter = Meter(Ledger(), replica.device)
-    buffers = Buffers(model, options.buffers)
+    buffers = Buffers(model, options.buffers, transport)
     guard = Guard(
         transport,
         with_costs=options.auto is not None,
@@ -71,7 +71,7 @@ def build_worker(
         schedule=_schedule(options),
         number=transport.worker,
         inner=InnerStep(inner, replica, options.max_norm),
-        warmup=Warmup(gradient_sync(model), replica, memory, guard, buffers, meter),
+        warmup=Warmup(gradient_sync(model, transport), replica, memory, guard, buffers, meter),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),

@@ -26,6 +26,7 @@ class WorkerReport:
     seconds: float  # seconds of its last exchange, waiting included
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
+    alike: bool = True  # do its ranks hold the same model?
 
 
 class Header:
@@ -43,7 +44,8 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(not mine.finite)]
+        flags = (not mine.finite) + 4 * (not mine.alike)
+        line: list[float] = [mine.digest & 0xFFFF, mine.digest >> 16, flags]
         line += [mine.seconds, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
         own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
@@ -51,10 +53,14 @@ class Header:
 
     def decode(self, mean: Tensor) -> list[WorkerReport]:
         lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
-        return [
-            WorkerReport(round(low) + (round(high) << 16), round(broken) == 0, *seconds)
-            for low, high, broken, *seconds in lines
-        ]
+        return [_decoded(*line) for line in lines]
+
+
+def _decoded(
+    low: float, high: float, flags: float, seconds: float, sync_s: float = 0.0, step_s: float = 0.0
+) -> WorkerReport:
+    digest, bits = round(low) + (round(high) << 16), round(flags)
+    return WorkerReport(digest, not bits & 1, seconds, sync_s, step_s, alike=not bits & 4)
 
 
 class Guard:
@@ -67,29 +73,36 @@ class Guard:
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
-        self._combine = transport.combine
+        self._transport = transport
 
     def report(
         self, digest: int, *, finite: bool, meter: Meter, step_s: float, device: torch.device
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report."""
-        whole = torch.tensor([digest, not finite], device=device)
-        self._combine(whole)
-        total, broken = whole.tolist()
-        return WorkerReport(total & 0xFFFFFFFF, not broken, meter.exchange_s, meter.sync_s, step_s)
+        several, sharded = self._transport.inside is not None, self._transport.sharded
+        mine = [float(digest & 0xFFFFFFFF), not finite, meter.exchange_s, meter.sync_s, step_s]
+        row = torch.tensor(mine, dtype=torch.float64, device=device if several else "cpu")
+        digests, broken, *seconds = self._transport.gather_inside(row).T.tolist()
+        whole = int(sum(digests)) & 0xFFFFFFFF if sharded else digest & 0xFFFFFFFF
+        exchange_s, sync_s, step_s = map(max, seconds)
+        alike = sharded or len(set(digests)) == 1
+        return WorkerReport(whole, not any(broken), exchange_s, sync_s, step_s, alike)
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)
 
     def check_alike(self, header: Tensor, where: str) -> None:
         """Raise unless all workers hold the same model."""
+        reports = self.header.decode(header)
+        check_ranks(reports, where)
         if self.compares:
-            check_consensus(self.header.decode(header), where)
+            check_consensus(reports, where)
 
     def check(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless the sync may go ahead."""
         reports = self.header.decode(header)
+        check_ranks(reports, where)
         if self.compares:
             check_consensus(reports, where)
         return Verdict(check_finite(reports, where, self.skip_nonfinite), reports)
@@ -113,6 +126,17 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
             f"{where}; nothing was averaged. Start every worker from the same weights (same seed, "
             "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
             "from one checkpoint"
+        )
+
+
+def check_ranks(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every rank if the ranks of a worker hold different models."""
+    odd = [worker for worker, line in enumerate(reports) if not line.alike]
+    if odd:
+        raise ConsensusError(
+            f"the ranks of {_workers(odd)} of {len(reports)} hold different models at {where}; "
+            "nothing was averaged. Train the ranks of a worker through one "
+            'DistributedDataParallel(net, process_group=m["inside"].get_group())'
         )
 
 

@@ -16,8 +16,9 @@ from palsgd.guard import Guard, WorkerReport
 from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
 from palsgd.replica import Replica, uncompiled
+from palsgd.transports.levels import leaves_workers_apart
 from palsgd.transports.requests import Request
-from palsgd.transports.transport import Message
+from palsgd.transports.transport import Message, Transport
 
 
 class GradientSync(Protocol):
@@ -27,7 +28,8 @@ class GradientSync(Protocol):
 
 
 class InStep:
-    """For a plain module: `step()` averages the gradients in buckets after backward."""
+    """For a plain module, and for a wrapper inside a worker: `step()` averages the gradients over
+    the workers, in buckets after backward."""
 
     in_step = True
 
@@ -68,10 +70,11 @@ class Hybrid:
             info.__class__ = HSDPMeshInfo if on else FSDPMeshInfo
 
 
-def gradient_sync(model: nn.Module) -> GradientSync:
+def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
     model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
-        return Wrapped(model)
+        # A wrapper around the ranks of one worker keeps averaging in all phases.
+        return InStep() if leaves_workers_apart(model, transport) else Wrapped(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "a part of the model is wrapped in DistributedDataParallel; wrap the whole model, or "

@@ -84,19 +84,19 @@ def shards_job():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     param = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
     transport = find_transport([param], None)
-    count, norm = torch.tensor([1]), torch.tensor([0.5])
-    transport.combine(count)
+    row, norm = torch.tensor([dist.get_rank()]), torch.tensor([0.5])
+    rows = transport.gather_inside(row).tolist()
     transport.sum_over_shards(norm)
     return (
         (is_sharded(param), is_sharded(torch.ones(1)), local_tensor(param).tolist()),
-        (transport.worker, transport.workers, transport.rank_inside, int(count), float(norm)),
+        (transport.worker, transport.workers, transport.rank_inside, rows, float(norm)),
     )
 
 
 def test_ranks_of_a_sharded_model_are_one_worker_and_add_up_over_its_shards(world):
     got = world.run(shards_job, workers=2)
-    assert got[0] == ((True, False, [0.0, 1.0]), (0, 1, 0, 2, 1.0))
-    assert got[1] == ((True, False, [2.0, 3.0]), (0, 1, 1, 2, 1.0))
+    assert got[0] == ((True, False, [0.0, 1.0]), (0, 1, 0, [[0], [1]], 1.0))
+    assert got[1] == ((True, False, [2.0, 3.0]), (0, 1, 1, [[0], [1]], 1.0))
 
 
 def test_without_a_process_group_the_remedy_is_named():
