@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from palsgd.schedule import round_plan
     from palsgd.simulator.simulate import simulate, simulate_many
     from palsgd.transports import Alone, Message, Transport
-    from palsgd.worker_groups import worker_groups
+    from palsgd.two_levels import worker_groups
 
 __version__ = "0.1.0"
 
@@ -84,7 +84,7 @@ _MODULES = {
     "simulate": "simulator",
     "simulate_many": "simulator",
     "until": "loop",
-    "worker_groups": "worker_groups",
+    "worker_groups": "two_levels",
 }
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from palsgd.replica import uncompiled
 from palsgd.transports.transport import Transport
-from palsgd.worker_groups import is_inside, ranks_inside
+from palsgd.two_levels import is_inside, ranks_inside
 
 _REMEDY = (
     'make both with m = palsgd.worker_groups(ranks_per_worker): m["inside"] for {wrapper}, '
