@@ -1,7 +1,7 @@
 """The header of a sync, and what all workers check in it before they change anything.
 
-Each worker puts a digest of its anchor, a finite flag and the seconds of its last exchange into the
-first message of a sync. Every worker reads the headers of all of them.
+Each worker puts a few numbers about itself into the first message of a sync, such as a digest of
+its anchor. Every worker reads the headers of all of them.
 """
 
 from collections import Counter
@@ -11,19 +11,26 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
+from palsgd.digest import chained
 from palsgd.errors import ConsensusError, NonFiniteError
 from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
 from palsgd.transports.transport import Transport
+
+_MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class WorkerReport:
     """One worker's part of the header."""
 
-    digest: int  # 32 bits of its anchor
-    finite: bool  # is its local model finite?
-    seconds: float  # seconds of its last exchange, waiting included
+    digest: int = 0  # 32 bits of its anchor
+    finite: bool = True  # is its local model finite?
+    finished: bool = False  # has its training loop come to its end?
+    seconds: float = 0.0  # seconds of its last exchange, waiting included
+    gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
+    model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
+    steps: int = 0  # its gradient steps so far, modulo 2^16
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
     alike: bool = True  # do its ranks hold the same model?
@@ -33,7 +40,7 @@ class Header:
     """A few numbers per worker. Each worker fills its own place and sends zeros in all other
     places, so the mean holds the numbers of all workers, divided by K.
 
-    The 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
+    A 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
     at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
     """
 
@@ -44,23 +51,35 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        flags = (not mine.finite) + 4 * (not mine.alike)
-        line: list[float] = [mine.digest & 0xFFFF, mine.digest >> 16, flags]
-        line += [mine.seconds, mine.sync_s, mine.step_s]
+        flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike)
+        line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
+        line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
         own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
         return section
 
     def decode(self, mean: Tensor) -> list[WorkerReport]:
         lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
-        return [_decoded(*line) for line in lines]
+        return [_report(line) for line in lines]
 
 
-def _decoded(
-    low: float, high: float, flags: float, seconds: float, sync_s: float = 0.0, step_s: float = 0.0
-) -> WorkerReport:
-    digest, bits = round(low) + (round(high) << 16), round(flags)
-    return WorkerReport(digest, not bits & 1, seconds, sync_s, step_s, alike=not bits & 4)
+def _halves(digest: int) -> tuple[int, int]:
+    return digest & 0xFFFF, digest >> 16
+
+
+def _report(line: list[float]) -> WorkerReport:
+    whole = [round(number) for number in line[:9]]
+    return WorkerReport(
+        digest=whole[0] + (whole[1] << 16),
+        finite=not whole[2] & 1,
+        finished=bool(whole[2] & 2),
+        alike=not whole[2] & 4,
+        seconds=line[3],
+        gradient=whole[4] + (whole[5] << 16),
+        model=whole[6] + (whole[7] << 16),
+        steps=whole[8],
+        **dict(zip(("sync_s", "step_s"), line[9:], strict=False)),
+    )
 
 
 class Guard:
@@ -73,21 +92,45 @@ class Guard:
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
+        self.gradient = 0  # 32 bits of the first gradient of the local phase, until a sync has them
         self._transport = transport
 
     def report(
-        self, digest: int, *, finite: bool, meter: Meter, step_s: float, device: torch.device
+        self,
+        digest: int,
+        *,
+        finite: bool,
+        meter: Meter,
+        device: torch.device,
+        model: int = 0,
+        steps: int = 0,
+        step_s: float = 0.0,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report."""
-        several, sharded = self._transport.inside is not None, self._transport.sharded
-        mine = [float(digest & 0xFFFFFFFF), not finite, meter.exchange_s, meter.sync_s, step_s]
-        row = torch.tensor(mine, dtype=torch.float64, device=device if several else "cpu")
-        digests, broken, *seconds = self._transport.gather_inside(row).T.tolist()
-        whole = int(sum(digests)) & 0xFFFFFFFF if sharded else digest & 0xFFFFFFFF
+        exact = [digest & _MASK, not finite, self.gradient & _MASK, model & _MASK]
+        row = [*exact, meter.exchange_s, meter.sync_s, step_s]
+        digests, broken, gradients, models, *seconds = self._rows_inside(row, device)
+        sharded = self._transport.sharded
         exchange_s, sync_s, step_s = map(max, seconds)
-        alike = sharded or len(set(digests)) == 1
-        return WorkerReport(whole, not any(broken), exchange_s, sync_s, step_s, alike)
+        return WorkerReport(
+            digest=_whole(digests, sharded),
+            finite=not any(broken),
+            seconds=exchange_s,
+            gradient=_whole(gradients, sharded),
+            model=0 if any(broken) else _whole(models, sharded),
+            steps=steps,
+            sync_s=sync_s,
+            step_s=step_s,
+            alike=sharded or any(broken) or len(set(zip(digests, models, strict=True))) == 1,
+        )
+
+    def _rows_inside(self, row: list[float], device: torch.device) -> list[list[float]]:
+        """Each number of `row` as all ranks of this worker have it. float64 holds 32 bits."""
+        if self._transport.inside is None:
+            return [[number] for number in row]
+        own = torch.tensor(row, dtype=torch.float64, device=device)
+        return self._transport.gather_inside(own).T.tolist()
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)
@@ -114,6 +157,13 @@ class Verdict:
 
     contributors: int  # workers whose model is in the mean
     reports: list[WorkerReport]
+
+
+def _whole(digests: list[float], sharded: bool) -> int:
+    """The digest of a worker's model from those of its ranks: chained if they hold parts of the
+    model, the first one's if they hold copies. 0 if all are 0."""
+    found = [int(each) for each in digests]
+    return chained(found) & _MASK if sharded and any(found) else found[0]
 
 
 def check_consensus(reports: list[WorkerReport], where: str) -> None:

@@ -12,18 +12,8 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    (
-        "checks",
-        "errors",
-        "events",
-        "flat",
-        "ledger",
-        "outer",
-        "progress",
-        "sharding",
-        "worker_groups",
-    ),
-    ("auto_interval", "codecs", "meter", "replica", "schedule", "units"),
+    ("checks", "digest", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
+    ("auto_interval", "codecs", "meter", "replica", "schedule", "two_levels", "units"),
     ("anchor", "buffers", "inner", "memory", "passes", "transports"),
     ("composed", "method", "methods", "method_state", "method_view", "registry", "tensors"),
     ("options", "payload"),
