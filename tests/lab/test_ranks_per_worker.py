@@ -1,9 +1,22 @@
 """Workers of several processes in the lab, against workers of one."""
 
+import os
+import signal
+
 import pytest
 
 from palsgd.lab.settings import Settings
-from support.commands import apart, lines, palsgd, summary
+from support.commands import (
+    apart,
+    lines,
+    members,
+    palsgd,
+    saved_step,
+    started,
+    summary,
+    wait_for,
+)
+from support.patience import patient
 
 DIGITS = (
     "digits", "warmup_steps=4", "evaluate_every=6", "micro_batches=2", "--workers", 2, "--steps",
@@ -34,13 +47,21 @@ def test_workers_of_two_processes_train_as_workers_of_one_and_send_as_much(tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_of_workers_of_two_processes_goes_on_where_it_stopped(tmp_path):
-    """The second command finds the folder of a finished run with the same setting."""
-    words = ("train", *DIGITS, "--ranks-per-worker", 2, "--out", tmp_path)
-    assert apart(*words).code == 0
-    before = (tmp_path / "palsgd" / "summary.json").read_text()
-    assert palsgd(*words, "--resume").code == 0
-    assert (tmp_path / "palsgd" / "summary.json").read_text() == before
+def test_a_killed_run_of_workers_of_two_processes_goes_on_bit_for_bit(tmp_path):
+    once, killed = tmp_path / "once", tmp_path / "killed"
+    words = ("train", *DIGITS, "--steps", 400, "--ranks-per-worker", 2)
+    assert apart(*words, "--out", once).code == 0
+    with started(*words, "--out", killed) as process:
+        wait_for(lambda: saved_step(killed / "palsgd") >= 18, process=process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=patient(30))
+        wait_for(lambda: not members(process.pid), process=None, timeout=20)
+    assert 0 < saved_step(killed / "palsgd") < 400
+    assert apart(*words, "--out", killed, "--resume").code == 0
+    want, got = (
+        [{**line, "time_s": 0} for line in lines(out / "palsgd")] for out in (once, killed)
+    )
+    assert got == want
 
 
 def test_a_simulation_with_several_ranks_per_worker_is_refused_in_one_line(tmp_path):

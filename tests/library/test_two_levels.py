@@ -1,5 +1,6 @@
 """Two levels: workers of several ranks, against workers of one rank that see the joint batch."""
 
+import time
 from copy import deepcopy
 
 import numpy as np
@@ -207,6 +208,53 @@ def test_a_single_worker_of_two_ranks_keeps_its_ranks_equal(world):
     np.testing.assert_array_equal(first, second)
 
 
+def scaled_run(two):
+    """With a GradScaler. In one step the gradient of worker 1 overflows, on its last rank."""
+    rules = dict(warmup_steps=0, draws="shared")
+    model, opt, data = two_levels(2, **rules) if two else one_level(**rules)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
+    path, skipped, last = [], [], dist.get_rank() == dist.get_world_size() - 1
+    feed = [data[i % len(data)] for i in range(STEPS)]
+    for i, batch in enumerate(palsgd.until(feed, opt, steps=STEPS)):
+        overflow = torch.inf if i == 2 and last else 1.0
+        scaler.scale(mse(model, batch) * overflow).backward()
+        before = opt.clock
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        skipped.append(opt.clock == before)
+        path.append(vector(model))
+    return path, skipped
+
+
+def test_a_step_that_a_grad_scaler_skips_is_skipped_on_all_ranks_of_its_worker(world):
+    got, want = (world.run(scaled_run, workers=n, two=n > 2) for n in (4, 2))
+    assert [sum(skipped) for _, skipped in got] == [0, 0, 1, 1]
+    for rank, (path, skipped) in enumerate(got):
+        twin = want[rank // 2]
+        assert skipped == twin[1]
+        np.testing.assert_allclose(path, twin[0], **CLOSE)
+
+
+def intervals():
+    """H that is chosen from measured seconds, which differ between ranks."""
+    model, opt, data = two_levels(2, make=palsgd.DiLoCo, warmup_steps=0, sync_every="auto")
+    feed = [data[i % len(data)] for i in range(400)]
+    for batch in palsgd.until(feed, opt, steps=400):
+        if dist.get_rank() == 1:
+            time.sleep(1e-4)
+        mse(model, batch).backward()
+        opt.step()
+        opt.zero_grad()
+    return [tuple(span) for span in opt.schedule.spans]
+
+
+def test_all_ranks_choose_the_same_interval_from_what_they_measure(world):
+    got = world.run(intervals, workers=4)
+    assert len(got[0]) > 1
+    assert all(found == got[0] for found in got)
+
+
 # -- what is sent -------------------------------------------------------------------------------
 
 
@@ -338,8 +386,9 @@ def disturbed(rank, what):
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_whose_anchor_differs_from_that_of_its_worker_is_told_on_all_ranks(world, rank):
-    for found in world.outcomes(disturbed, workers=4, timeout=20, rank=rank, what="anchor"):
+@pytest.mark.parametrize("what", ["anchor", "model"])
+def test_a_rank_that_differs_from_its_worker_is_told_on_all_ranks(world, what, rank):
+    for found in world.outcomes(disturbed, workers=4, timeout=20, rank=rank, what=what):
         assert found.error == "ConsensusError"
         assert f"the ranks of worker {rank // 2} of 2 hold different models" in found.message
         assert 'process_group=m["inside"].get_group()' in found.message
