@@ -44,7 +44,7 @@ def worker_groups(ranks_per_worker: int) -> "DeviceMesh":
         >>> net = torch.nn.Linear(2, 1)
         >>> model = DistributedDataParallel(net, process_group=m["inside"].get_group())
         >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> opt = palsgd.PALSGD(model, inner, group=m["workers"].get_group())
+        >>> opt = palsgd.DiLoCo(model, inner, sync_every=64, group=m["workers"].get_group())
         >>> opt.transport.workers
         1
         >>> dist.destroy_process_group()
