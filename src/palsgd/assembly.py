@@ -36,7 +36,7 @@ def build_worker(
     """A worker that has not taken a step. A worker without rounds (DDP) has no anchor and no
     syncer."""
     meter = Meter(Ledger(), replica.device)
-    buffers = Buffers(model, options.buffers)
+    buffers = Buffers(model, options.buffers, transport)
     guard = Guard(
         transport,
         with_costs=options.auto is not None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
-from palsgd.digest import digest_of
+from palsgd.digest import chained, digest_of
 from palsgd.errors import ConsensusError, NonFiniteError
 from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
@@ -34,6 +34,7 @@ class WorkerReport:
     steps: int = 0  # its gradient steps so far, modulo 2^16
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
+    alike: bool = True  # do its ranks hold the same model?
 
 
 class Header:
@@ -51,7 +52,7 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        flags = (not mine.finite) + 2 * mine.finished
+        flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike)
         line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
         line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
@@ -73,6 +74,7 @@ def _report(line: list[float]) -> WorkerReport:
         digest=whole[0] + (whole[1] << 16),
         finite=not whole[2] & 1,
         finished=bool(whole[2] & 2),
+        alike=not whole[2] & 4,
         seconds=line[3],
         gradient=whole[4] + (whole[5] << 16),
         model=whole[6] + (whole[7] << 16),
@@ -101,7 +103,7 @@ class Guard:
         self.compares_work = not same_data and transport.workers > 1
         self.awaits_gradient = self.compares_work  # the next gradient is to be compared
         self.gradient = 0  # 32 bits of the gradient that the next sync compares
-        self._combine = transport.combine
+        self._transport = transport
 
     def report(
         self,
@@ -116,31 +118,44 @@ class Guard:
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report."""
-        whole = torch.tensor([digest, not finite, self.gradient, model], device=device)
-        self._combine(whole)
-        digest, broken, gradient, model = whole.tolist()
+        exact = [digest & _MASK, not finite, self.gradient & _MASK, model & _MASK]
+        row = [*exact, meter.exchange_s, meter.sync_s, step_s]
+        digests, broken, gradients, models, *seconds = self._rows_inside(row, device)
+        sharded = self._transport.sharded
+        exchange_s, sync_s, step_s = map(max, seconds)
         return WorkerReport(
-            digest=digest & _MASK,
-            finite=not broken,
-            seconds=meter.exchange_s,
-            gradient=gradient & _MASK,
-            model=0 if broken else model & _MASK,
+            digest=_whole(digests, sharded),
+            finite=not any(broken),
+            seconds=exchange_s,
+            gradient=_whole(gradients, sharded),
+            model=0 if any(broken) else _whole(models, sharded),
             steps=steps,
-            sync_s=meter.sync_s,
+            sync_s=sync_s,
             step_s=step_s,
+            alike=sharded or any(broken) or len(set(zip(digests, models, strict=True))) == 1,
         )
+
+    def _rows_inside(self, row: list[float], device: torch.device) -> list[list[float]]:
+        """Each number of `row` as all ranks of this worker have it. float64 holds 32 bits."""
+        if self._transport.inside is None:
+            return [[number] for number in row]
+        own = torch.tensor(row, dtype=torch.float64, device=device)
+        return self._transport.gather_inside(own).T.tolist()
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)
 
     def check_alike(self, header: Tensor, where: str) -> None:
         """Raise unless all workers hold the same model."""
+        reports = self.header.decode(header)
+        check_ranks(reports, where)
         if self.compares:
-            check_consensus(self.header.decode(header), where)
+            check_consensus(reports, where)
 
     def check(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless the sync may go ahead."""
         reports = self.header.decode(header)
+        check_ranks(reports, where)
         if self.compares:
             check_consensus(reports, where)
         contributors = check_finite(reports, where, self.skip_nonfinite)
@@ -168,6 +183,13 @@ class Verdict:
 
     contributors: int  # workers whose model is in the mean
     reports: list[WorkerReport]
+
+
+def _whole(digests: list[float], sharded: bool) -> int:
+    """The digest of a worker's model from those of its ranks: chained if they hold parts of the
+    model, the first one's if they hold copies. 0 if all are 0."""
+    found = [int(each) for each in digests]
+    return chained(found) & _MASK if sharded and any(found) else found[0]
 
 
 def check_consensus(reports: list[WorkerReport], where: str) -> None:
@@ -205,6 +227,17 @@ def _equal(digests: list[int]) -> list[int]:
     counts = Counter(digest for digest in digests if digest)
     common, count = counts.most_common(1)[0] if counts else (0, 0)
     return [worker for worker, digest in enumerate(digests) if digest == common and count > 1]
+
+
+def check_ranks(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every rank if the ranks of a worker hold different models."""
+    odd = [worker for worker, line in enumerate(reports) if not line.alike]
+    if odd:
+        raise ConsensusError(
+            f"the ranks of {_workers(odd)} of {len(reports)} hold different models at {where}; "
+            "nothing was averaged. Train the ranks of a worker through one "
+            'DistributedDataParallel(net, process_group=m["inside"].get_group())'
+        )
 
 
 def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:

@@ -28,6 +28,7 @@ from palsgd.outer import OuterFactory, plain_average
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.state import Parts, load_state, save_state
+from palsgd.transports.levels import wrapper_group
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Transport, ambient_transport
@@ -110,7 +111,11 @@ class LocalOptimizer(Optimizer):
         inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
         method.check([float(group["lr"]) for group in inner.param_groups])
-        self.transport = transport or ambient_transport() or find_transport(replica.params, group)
+        self.transport = (
+            transport
+            or ambient_transport()
+            or find_transport(replica.params, group, wrapper_group(model))
+        )
         self.transport.check(options.codec)
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()

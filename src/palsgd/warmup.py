@@ -16,6 +16,7 @@ from palsgd.guard import Guard, WorkerReport
 from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
 from palsgd.replica import Replica, uncompiled, unwrapped
+from palsgd.transports.levels import leaves_workers_apart
 from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message, Transport
 from palsgd.wrapped import Wrapped
@@ -53,7 +54,8 @@ class Unwatched:
 
 
 class InStep(Unwatched):
-    """For a plain module: `step()` averages the gradients in buckets after backward."""
+    """For a plain module, and for a wrapper inside a worker: `step()` averages the gradients over
+    the workers, in buckets after backward."""
 
     in_step = True
 
@@ -89,7 +91,8 @@ def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
     """What averages the gradients of this model over the workers in the warm-up."""
     model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
-        return Wrapped(model)
+        # A wrapper around the ranks of one worker keeps averaging in all phases.
+        return InStep() if leaves_workers_apart(model, transport) else Wrapped(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "a part of the model is wrapped in DistributedDataParallel; wrap the whole model, or "

@@ -17,6 +17,7 @@ class Settings:
     workload: str
     method: str = "palsgd"
     workers: int = 4
+    ranks_per_worker: int = 1  # processes of each worker, which average every gradient
     steps: int | None = None  # of the clock; one of steps and epochs is given
     epochs: float | None = None
     batch_size: int = 32  # per worker and gradient
@@ -60,11 +61,26 @@ class Settings:
             if value is not None and (name, value) != ("sync_every", "auto"):
                 check_number(name, value, words, low=low, high=high)
         self._check_what_needs_torch()
+        self._check_batches()
+
+    def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
                 f"micro_batches={self.micro_batches}; choose one that is"
             )
+        parts = self.ranks_per_worker * self.micro_batches
+        if self.batch_size % parts:
+            raise ValueError(
+                f"batch_size={self.batch_size}, of a worker, is not a multiple of {parts}, which "
+                f"are ranks_per_worker={self.ranks_per_worker} times "
+                f"micro_batches={self.micro_batches}; choose one that is"
+            )
+
+    @property
+    def processes(self) -> int:
+        """How many processes a run has."""
+        return self.workers * self.ranks_per_worker
 
     def _check_what_needs_torch(self) -> None:
         """Check the fields whose checks import torch. Importing torch takes a second, and help
@@ -134,7 +150,8 @@ _NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
 _POSITIVE = (0.0, math.inf, "a number > 0")
 _SHARE = (below(0), 1.0, "in [0, 1)")
 RANGES: dict[str, tuple[float, float, str]] = {
-    **dict.fromkeys(("workers", "steps", "batch_size", "micro_batches", "sync_every"), _COUNT),
+    **dict.fromkeys(("workers", "ranks_per_worker", "steps", "batch_size"), _COUNT),
+    **dict.fromkeys(("micro_batches", "sync_every"), _COUNT),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),

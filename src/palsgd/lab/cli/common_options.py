@@ -26,6 +26,13 @@ Methods = Annotated[
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="How many.", show_default="the recipe's")]
+RanksPerWorker = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes of each worker, which share its batches and average every gradient.",
+        show_default="the recipe's",
+    ),
+]
 Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
 SyncEvery = Annotated[
     str | None, typer.Option(help="H, or auto: by what a sync costs.", show_default="the recipe's")

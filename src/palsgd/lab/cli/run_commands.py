@@ -20,6 +20,7 @@ from palsgd.lab.cli.common_options import (
     OnCluster,
     Out,
     Quiet,
+    RanksPerWorker,
     Recipe,
     Report,
     Resume,
@@ -53,6 +54,7 @@ def train(
     changes: Changes = None,
     method: MethodName = None,
     workers: Workers = None,
+    ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
     steps: Steps = None,
@@ -74,8 +76,9 @@ def train(
     Example: palsgd train stories --method palsgd --workers 2 --steps 500
     """
     settings = settings_from(
-        recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
-        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed, cluster=cluster_fields(cluster),
+        recipe, changes, method=method, workers=workers, ranks_per_worker=ranks_per_worker,
+        steps=steps, sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+        cluster=cluster_fields(cluster),
     )  # fmt: skip
     _run({settings.method: settings}, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
@@ -87,6 +90,7 @@ def compare(
     changes: Changes = None,
     methods: Methods = None,
     workers: Workers = None,
+    ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
     steps: Steps = None,
@@ -108,8 +112,9 @@ def compare(
     Example: palsgd compare stories --workers 4 --simulate --steps 1000
     """
     settings = settings_from(
-        recipe, changes, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
-        mix_rate=mix_rate, seed=seed, cluster=cluster_fields(cluster),
+        recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
+        sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+        cluster=cluster_fields(cluster),
     )  # fmt: skip
     _compare(settings, method_names(methods), out, recipe, report=report, simulate=simulate,
              data=data, download=download, device=device, force=force, resume=resume,
