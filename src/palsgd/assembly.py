@@ -21,6 +21,7 @@ from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.sync import Syncer
 from palsgd.transports.transport import Transport
+from palsgd.untrained import Untrained
 from palsgd.warmup import Warmup, gradient_sync
 from palsgd.worker import Worker
 
@@ -37,17 +38,19 @@ def build_worker(
     syncer."""
     meter = Meter(Ledger(), replica.device)
     buffers = Buffers(model, options.buffers, transport)
+    untrained = Untrained(model, replica, transport)
     guard = Guard(
         transport,
         with_costs=options.auto is not None,
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
         same_data=options.same_data,
+        buffers=list(buffers.statistics),
     )
     memory = MessageMemory(
         replica,
         bucket_size=max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize),
-        tail=guard.header.size + len(replica.params) + buffers.encoded_size,
+        tail=guard.header.size + len(replica.params) + untrained.size + buffers.encoded_size,
         keeps_all=options.fragments > 1 or options.delay > 0,
     )
     syncer = None
@@ -72,7 +75,9 @@ def build_worker(
         schedule=_schedule(options),
         number=transport.worker,
         inner=InnerStep(inner, replica, options.max_norm),
-        warmup=Warmup(gradient_sync(model, transport), replica, memory, guard, buffers, meter),
+        warmup=Warmup(
+            gradient_sync(model, transport), replica, memory, guard, buffers, meter, untrained
+        ),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),

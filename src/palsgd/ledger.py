@@ -18,6 +18,7 @@ class Ledger:
     Attributes:
         gradient_steps: gradient steps, those of the warm-up included.
         warmup_steps: those of them that were plain DDP.
+        skipped_steps: those of the warm-up that all workers skipped, as a gradient had inf or nan.
         mixing_steps: steps without data.
         syncs: exchanges, one per sync of a fragment and one per step of the warm-up.
         messages: messages handed to the transport.
@@ -37,6 +38,7 @@ class Ledger:
 
     gradient_steps: int = 0
     warmup_steps: int = 0  # those of them that were plain DDP
+    skipped_steps: int = 0  # those of the warm-up that were skipped
     mixing_steps: int = 0  # includes those at the head of a round, which change nothing
     syncs: int = 0  # exchanges: one per round, one per warm-up step
     messages: int = 0

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from palsgd.agreement import inner_settings, program_settings
 from palsgd.assembly import build_worker
 from palsgd.auto_interval import Auto
 from palsgd.codecs import Codec
@@ -137,16 +138,17 @@ class LocalOptimizer(Optimizer):
     def _agree(self, replica: Replica, bucket_mb: float) -> None:
         """Raise unless the settings that must be equal on all workers are equal."""
         worker = self._worker
-        self.transport.agree(
-            self.config
-            | {
-                "parameters": replica.describe(),
-                "the model's buffers": worker.warmup.buffers.describe(),
-                "bucket_mb": bucket_mb,
-                "same_data": not worker.warmup.guard.compares_work,
-                "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
-            }
-        )
+        settings = self.config | {
+            "parameters": replica.describe(),
+            "the model's buffers": worker.warmup.buffers.describe(),
+            "bucket_mb": bucket_mb,
+            "same_data": not worker.warmup.guard.compares_work,
+            "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
+        }
+        settings |= inner_settings(self.inner)
+        if not self.transport.shares_code:
+            settings |= program_settings(self.model)
+        self.transport.agree(settings)
 
     def _title(self) -> str:
         """The name of the method in messages and settings."""

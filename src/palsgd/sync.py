@@ -24,6 +24,7 @@ from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
 from palsgd.digest import chained
+from palsgd.finite import all_finite
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -33,7 +34,7 @@ from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
 from palsgd.passes import can_divide, displaced, divided_step
 from palsgd.payload import wire_bytes
-from palsgd.tensors import Reduced, WorkerTensors, all_finite
+from palsgd.tensors import Reduced, WorkerTensors
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message
 
@@ -202,6 +203,7 @@ class Syncer:
         """The messages of a sync, each filled when the iterator reaches it. The first has the
         tail."""
         self.replica.check_unchanged()
+        self.replica.check_held()
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
@@ -221,7 +223,7 @@ class Syncer:
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
                 model = self._model_digest(at.fragment, moved or 0)
-                report = self._report(pending, parts, squares, digest, model)
+                report = self._report(pending, payload, parts, squares, digest, model)
             if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
@@ -295,6 +297,7 @@ class Syncer:
     def _report(
         self,
         pending: PendingSync,
+        payload: Payload,
         parts: list[Part],
         squares: Tensor,
         digest: int | None,
@@ -307,16 +310,19 @@ class Syncer:
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
         own = [t for part in parts if part.tensors is not None for t in part.tensors]
         finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        numbers = [payload.weight, *payload.scalars.values()]
+        finite = finite and all(math.isfinite(float(each)) for each in numbers)
         if digest is None:
             digest = self.anchor.digest(fragment)
         report = self.guard.report(
             chained([digest, self.states.digest(fragment)]),
-            finite=finite and self.buffers.finite(),
+            finite=finite,
             meter=self.meter,
             model=model,
             steps=pending.at.taken,
-            step_s=pending.at.step_s,
             device=self.replica.device,
+            step_s=pending.at.step_s,
+            buffer=self.buffers.nonfinite(),
         )
         pending.finite = report.finite
         return report

@@ -156,12 +156,3 @@ def _extreme(values: Sequence[Rate], stacked: Callable, plain: Callable) -> Rate
     for value in values[1:]:
         found = stacked(found, torch.as_tensor(value, dtype=torch.float64))
     return found
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)

@@ -168,20 +168,33 @@ class Worker:
 
     def _warmup_step(self) -> Exchange:
         before = self.ledger.bytes_sent
+        self.inner.replica.check_unchanged()
         if self.warmup.in_step:
             self.meter.gradient_done()
             with self.meter.watch.timing("sync_s"):
-                yield from self.warmup.average(self.at.clock, self._count_message)
+                sound = yield from self.warmup.average(self.at.clock, self._count_message)
             self.meter.leave_step()
         else:
+            sound = self.warmup.may_step(self.at.clock)
             self._count_averaged()
-        self._gradient_step(1.0)
+        if sound:
+            self._gradient_step(1.0)
+        else:
+            self._skip_step()
         self.ledger.warmup_steps += 1
         self.ledger.syncs += 1
         if not self.warming_up:
             self.warmup.switch(on=False)
         sent = self.ledger.bytes_sent - before
-        self._tell(Averaged, bytes_sent=sent)
+        self._tell(Averaged, bytes_sent=sent, skipped=not sound)
+
+    def _skip_step(self) -> None:
+        """Count a step whose gradient is not finite, without taking it."""
+        self.meter.gradient_done()
+        self.at.gradient_steps += 1
+        self.ledger.gradient_steps += 1
+        self.ledger.skipped_steps += 1
+        self._tick()
 
     def _count_averaged(self) -> None:
         """Count what the wrapper of the model has sent in forward and backward."""
@@ -205,20 +218,19 @@ class Worker:
 
     def _start_local_phase(self) -> Exchange:
         """Set the anchor to the model, after the workers have compared their models."""
-        syncer, at = self.syncer, self.at
+        syncer, at, warmup = self.syncer, self.at, self.warmup
+        self.inner.replica.check_unchanged()
+        self.inner.replica.check_held()
         syncer.anchor.set_from_local()
-        syncer.buffers.set_from_local()
-        guard, like = syncer.guard, syncer.memory.template
-        report = guard.report(
+        report = syncer.guard.report(
             chained([syncer.anchor.digest(), syncer.states.digest(None)]),
             finite=True,
             meter=self.meter,
             steps=at.gradient_steps,
             device=self.inner.replica.device,
+            buffer=0 if warmup.in_step else warmup.buffers.nonfinite(),
         )
-        header = guard.encode(report, like)
-        syncer.count_message((yield Message(header)))
-        guard.check_alike(header, f"the start of the local phase (clock {at.clock})")
+        yield from warmup.open_local_phase(report, at.clock, self._count_message)
         at.has_anchor = True
         at.sent_at = [at.clock] * at.fragments
         at.marks = [self._mark()] * at.fragments

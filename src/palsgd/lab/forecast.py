@@ -152,7 +152,9 @@ class Forecast:
         found = self.ddp_step.times(self.warmup)
         if not self.local:
             return found
-        found += self._traffic(self.payload.start(), syncs=0)
+        found += self._traffic(
+            self.payload.start(with_buffers=self.wrapped and self.warmup > 0), syncs=0
+        )
         period = math.lcm(*(part.every for part in self.payload.parts))
         kinds = Counter(
             (due.fragment, self.schedule.round_of(clock - 1) % period)

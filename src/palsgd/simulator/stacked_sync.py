@@ -96,7 +96,7 @@ class StackedSyncer:
         w = self._tensors(at, chosen)
         payload = self._method.payload(w)
         parts = due_parts(self._method, payload, at.round, w)
-        finite, distance, plain = self._look_at(w, parts)
+        finite, distance, plain = self._look_at(w, payload, parts)
         weight = self._per_worker(payload.weight)
         pending = StackedPending(
             at=at,
@@ -123,7 +123,7 @@ class StackedSyncer:
         return pending
 
     def _look_at(
-        self, w: WorkerTensors, parts: list[Part]
+        self, w: WorkerTensors, payload: Payload, parts: list[Part]
     ) -> tuple[list[bool], list[float], list[Tensor] | None]:
         """Which workers are finite, the distance of each to the anchor, and, if the displacement is
         a plain mean over all workers, that mean. All come from one pass over the local models."""
@@ -144,7 +144,13 @@ class StackedSyncer:
         finite = torch.tensor(seen).isfinite().tolist()
         if not all(finite):
             finite = self._finite_rows(own)
+        finite = [a and b for a, b in zip(finite, self._finite_numbers(payload), strict=True)]
         return finite, distance, means if averaged and all(finite) else None
+
+    def _finite_numbers(self, payload: Payload) -> list[bool]:
+        """Which workers have a finite weight and finite scalars."""
+        numbers = [self._per_worker(each) for each in (payload.weight, *payload.scalars.values())]
+        return torch.stack(numbers).isfinite().all(dim=0).tolist()
 
     def _own_tensors(self, w: WorkerTensors, parts: list[Part]) -> list[Tensor]:
         """The tensors that the method sends beside the displacement."""
@@ -166,7 +172,12 @@ class StackedSyncer:
         """This run's floating-point buffers, if they are sent."""
         if not self._syncer.buffers.averaged:
             return []
-        return [b for b in self._own_buffers().values() if b.is_floating_point()]
+        return [b for b in self._sent_buffers().values() if b.is_floating_point()]
+
+    def _sent_buffers(self) -> dict[str, Tensor]:
+        """This run's buffers without masks, which are no statistics."""
+        masks = {f"model.{name}" for name in self._syncer.buffers.masks}
+        return {name: b for name, b in self._own_buffers().items() if name not in masks}
 
     def _own_buffers(self) -> dict[str, Tensor]:
         names = list(self._buffers)
@@ -179,7 +190,7 @@ class StackedSyncer:
         """The new buffers: for floats the mean over the workers that take part, for integers worker
         0's."""
         dtype, found = self._anchor.flat.dtype, {}
-        for name, buffer in self._own_buffers().items():
+        for name, buffer in self._sent_buffers().items():
             if buffer.is_floating_point():
                 rows = buffer if all(finite) else buffer[torch.tensor(finite)]
                 found[name] = rows.to(dtype).mean(dim=0)
