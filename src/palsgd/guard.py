@@ -109,7 +109,8 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
     odd = [worker for worker, line in enumerate(reports) if line.digest != common]
     if odd:
         raise ConsensusError(
-            f"{_workers(odd)} of {len(reports)} hold another global model than the rest at "
+            f"{_workers(odd)} of {len(reports)} hold{'s' * (len(odd) == 1)} another global model "
+            "than the rest at "
             f"{where}; nothing was averaged. Start every worker from the same weights (same seed, "
             "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
             "from one checkpoint"

@@ -1,11 +1,11 @@
 """The optimizer that a training loop sees: an inner optimizer and the rules of a method."""
 
-import warnings
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,22 +16,29 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from palsgd.assembly import build_worker
 from palsgd.auto_interval import Auto
+from palsgd.checks import warn
 from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer, check_scheduler
+from palsgd.inner import ChainedOptimizer, check_scheduler, parts_of
+from palsgd.keywords import documented
 from palsgd.ledger import Ledger
 from palsgd.method import Facts, Method
-from palsgd.options import checked_options, documented
+from palsgd.options import checked_options
 from palsgd.outer import OuterFactory, plain_average
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
+from palsgd.schedulers import peak_rates, rates_ahead
 from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Transport, ambient_transport
 from palsgd.worker import Exchange
+
+# How many steps ahead the schedule is looked at, before a run and when its length is known. A copy
+# of it is stepped, at some microseconds a step.
+AT_FIRST, AT_MOST = 1_000, 20_000
 
 
 @documented
@@ -58,7 +65,8 @@ class LocalOptimizer(Optimizer):
         1
     """
 
-    fixed_outer = False  # is the outer step part of the method?
+    # arguments of this class that a subclass does not take -> what it says of them
+    refused: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -82,6 +90,7 @@ class LocalOptimizer(Optimizer):
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
+        _check_model(model)
         inner, method = _inner(inner), composed(method)
         options = checked_options(
             method=method,
@@ -105,7 +114,7 @@ class LocalOptimizer(Optimizer):
         share = weakref.WeakMethod(self._share_inner)
         inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
-        method.check([float(group["lr"]) for group in inner.param_groups])
+        method.check(peak_rates(inner))
         self.transport = transport or ambient_transport() or find_transport(replica.params, group)
         self.transport.check(options.codec)
         method.check_run(inner, self.transport.workers)
@@ -122,6 +131,9 @@ class LocalOptimizer(Optimizer):
         self._agree(replica, bucket_mb)
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
+        self._look_ahead(AT_FIRST)
+        for doubt in method.doubts(peak_rates(inner), options.sync_every):
+            warn(doubt)
         if delay:
             self.transport.prepare(replica.device)
 
@@ -221,8 +233,25 @@ class LocalOptimizer(Optimizer):
     def run_until(self, steps: int) -> None:
         """End training when the clock shows `steps`. The workers sync there, even within a
         round."""
+        self._look_ahead(min(steps - self.clock, AT_MOST))
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
+
+    def _look_ahead(self, steps: int) -> None:
+        """Raise if the schedule leads to learning rates that the method refuses, within so many
+        steps."""
+        worker = self._worker
+        if not worker.method.overrides("check_step"):
+            return
+        ahead = rates_ahead(worker.inner.scheduler, self, self.inner)
+        for clock, rates in zip(range(self.clock, self.clock + steps), ahead, strict=False):
+            try:
+                if not worker.schedule.warms_up(clock):
+                    worker.method.check_step(rates, clock, worker.schedule.length(clock))
+            except ValueError as refusal:
+                raise ValueError(
+                    f"{refusal} (at clock {clock}, to which the settings lead)"
+                ) from None
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
         """Call `listener(event)` at every later event of this kind.
@@ -334,10 +363,9 @@ class LocalOptimizer(Optimizer):
         takes a message, so all workers must call this."""
         buffers = self._worker.warmup.buffers
         if self._worker.at.has_anchor and not buffers.current:
-            warnings.warn(
+            warn(
                 "buffers='recompute' and they were not recomputed since the last sync: the global "
-                "weights are shown with this worker's own buffers; call recompute_buffers(batches)",
-                stacklevel=3,
+                "weights are shown with this worker's own buffers; call recompute_buffers(batches)"
             )
         with self._global_model():
             yield self.model
@@ -402,7 +430,23 @@ def _inner(inner: Any) -> Optimizer:
             f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
+    for part in parts_of(inner):
+        closure = inspect.signature(type(part).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"inner={type(part).__name__} evaluates the loss several times in a step, and a "
+                "step here takes the one gradient that it is given; use an optimizer whose step() "
+                "needs no closure, such as torch.optim.AdamW"
+            )
     return inner
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
+            "not its parameters: the inner optimizer has those"
+        )
 
 
 def _signature(optimizer: Optimizer | None) -> str:

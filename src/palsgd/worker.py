@@ -139,8 +139,9 @@ class Worker:
             return
         if not self.at.has_anchor:
             yield from self._start_local_phase()
-        if self.leads:  # steps without data change the model, as the anchor differs from it
+        if self.leads or self._moved:  # then steps without data change the model
             yield from self._to_next_gradient(None)
+        if self.leads:
             return
         while not self._at_end() and self._mixing_run() == self._to_next_due():
             self._tick_head()
@@ -153,7 +154,7 @@ class Worker:
         while True:
             run = 0 if self._at_end() or self._due() else self._mixing_run()
             if run or rate is not None:
-                self._after_gradient(rate, self._tick_without_data(run))
+                self._mix(rate, run)
             rate = None
             if self._due():
                 yield from self._run_due()
@@ -222,7 +223,7 @@ class Worker:
 
     @torch.no_grad()
     def _before_gradient(self) -> None:
-        w = self.syncer.view.with_gradients(round=self.schedule.round_of(self.at.clock))
+        w = self.syncer.view.with_gradients(**self._when(self.at.clock))
         if w.grad:  # torch's functions on lists refuse empty ones
             self.method.before_gradient(w)
         self.syncer.states.keep_scalars(w)
@@ -230,7 +231,7 @@ class Worker:
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole(round=self.schedule.round_of(self.at.clock - 1))
+        w = self.syncer.view.whole(**self._when(self.at.clock - 1))
         with torch.no_grad():
             weights = self.method.after_gradient(w, rate, mixing)
         self.syncer.states.keep_scalars(w)
@@ -240,21 +241,47 @@ class Worker:
             self.meter.mixing_done()
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
 
-    def _tick_without_data(self, steps: int) -> list[list[float]]:
-        """Count steps without data. Returns the learning rates at each of them."""
-        rates = []
+    def _when(self, step: int) -> dict[str, int]:
+        """What a rule is told of the time, for a step that begins or began at this clock."""
+        round, length = self.schedule.round_of(step), self.schedule.length(step)
+        return {"round": round, "length": length, "clock": self.at.clock}
+
+    def _mix(self, rate: list[float] | None, steps: int) -> None:
+        """Count steps without data and run the rule for them. If the method refuses one of them,
+        the steps before it are done and counted, and it is not."""
+        mixing, refusal = self._tick_without_data(steps)
+        self._after_gradient(rate, mixing)
+        if refusal is not None:
+            raise refusal
+
+    def _tick_without_data(self, steps: int) -> tuple[list[list[float]], ValueError | None]:
+        """Count steps without data, up to one that the method refuses. Returns the learning rates
+        at each of them, and the refusal."""
+        rates: list[list[float]] = []
         for _ in range(steps):
-            self.at.rates = self.inner.rates()
-            rates.append(self.at.rates)
+            now, clock = self.inner.rates(), self.at.clock
+            try:
+                self.method.check_step(now, clock, self.schedule.length(clock))
+            except ValueError as refusal:
+                return rates, refusal
+            self.at.rates = now
+            rates.append(now)
             self.ledger.mixing_steps += 1
             self._tick()
-        return rates
+        return rates, None
+
+    @property
+    def _moved(self) -> bool:
+        """Has a gradient step changed the local model since the last sync?"""
+        return self.at.gradient_steps > self.at.marks[0][0]
 
     def _tick_head(self) -> None:
         """Count the steps without data at the head of a round if the local model is equal to the
         anchor, where they change nothing. Otherwise `prepare` has run them."""
-        if not self.leads:
-            self._tick_without_data(self._mixing_run())
+        if not self.leads and not self._moved:
+            _, refusal = self._tick_without_data(self._mixing_run())
+            if refusal is not None:
+                raise refusal
 
     def _tick(self) -> None:
         self.at.clock += 1
