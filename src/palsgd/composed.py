@@ -115,6 +115,10 @@ class Composed(Method):
         for method in self.methods:
             method.check_step(rates, clock, length)
 
+    @property
+    def foreseeable(self) -> bool:
+        return any(method.foreseeable for method in self.methods)
+
     def doubts(self, rates: Sequence[float], length: int) -> list[str]:
         return [doubt for method in self.methods for doubt in method.doubts(rates, length)]
 

@@ -26,6 +26,7 @@ class WorkerReport:
     digest: int = 0  # 32 bits of its anchor
     finite: bool = True  # is its local model finite?
     finished: bool = False  # has its training loop come to its end?
+    idle: bool = False  # has it finished and taken no step since the last sync?
     seconds: float = 0.0  # seconds of its last exchange, waiting included
     gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
     model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
@@ -49,7 +50,7 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        flags = (not mine.finite) + 2 * mine.finished
+        flags = (not mine.finite) + 2 * mine.finished + 4 * mine.idle
         line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
         line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
@@ -71,6 +72,7 @@ def _report(line: list[float]) -> WorkerReport:
         digest=whole[0] + (whole[1] << 16),
         finite=not whole[2] & 1,
         finished=bool(whole[2] & 2),
+        idle=bool(whole[2] & 4),
         seconds=line[3],
         gradient=whole[4] + (whole[5] << 16),
         model=whole[6] + (whole[7] << 16),
@@ -89,6 +91,7 @@ class Guard:
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
+        self.finished = False  # is the sync that is sent the one of finish()?
         self.gradient = 0  # 32 bits of the first gradient of the local phase, until a sync has them
         self._combine = transport.combine
 
@@ -102,6 +105,7 @@ class Guard:
         model: int = 0,
         steps: int = 0,
         step_s: float = 0.0,
+        idle: bool = False,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report."""
@@ -115,6 +119,8 @@ class Guard:
             gradient=gradient & _MASK,
             model=0 if broken else model & _MASK,
             steps=steps,
+            finished=self.finished,
+            idle=self.finished and idle,
             sync_s=meter.sync_s,
             step_s=step_s,
         )
@@ -130,6 +136,7 @@ class Guard:
     def check(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless the sync may go ahead."""
         reports = self.header.decode(header)
+        check_finished(reports, where)
         if self.compares:
             check_consensus(reports, where)
         return Verdict(check_finite(reports, where, self.skip_nonfinite), reports)
@@ -141,6 +148,23 @@ class Verdict:
 
     contributors: int  # workers whose model is in the mean
     reports: list[WorkerReport]
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Have all workers finished, and none taken a step since the last sync?"""
+        return all(line.idle for line in self.reports)
+
+
+def check_finished(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every worker if some have finished and others have not."""
+    done = [worker for worker, line in enumerate(reports) if line.finished]
+    others = [worker for worker, line in enumerate(reports) if not line.finished]
+    if done and others:
+        raise ConsensusError(
+            f"{_workers(done)} of {len(reports)} called finish() while {_workers(others)} came to "
+            f"{where}; nothing was averaged. Their loops differ in length: end them all at one "
+            "clock with palsgd.until(), or give every worker equally many batches"
+        )
 
 
 def check_consensus(reports: list[WorkerReport], where: str) -> None:

@@ -62,17 +62,15 @@ class Ownership:
     """Refuses the steps of an inner optimizer that no palsgd optimizer takes. It is shared by all
     that are built around it, and ends with the last of them."""
 
-    _of: "WeakKeyDictionary[Optimizer, Ownership]" = WeakKeyDictionary()
-
     def __init__(self) -> None:
         self.stepping = False  # is a palsgd optimizer taking the step?
         self.owners: WeakSet[InnerStep] = WeakSet()
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "Ownership":
-        found = cls._of.get(optimizer)
+        found = _OWNERSHIPS.get(optimizer)
         if found is None:
-            found = cls._of[optimizer] = cls()
+            found = _OWNERSHIPS[optimizer] = cls()
             optimizer.register_step_pre_hook(found.check)
         return found
 
@@ -84,6 +82,16 @@ class Ownership:
             f"the inner optimizer's own step() was called ({kind}), so the clock would stand "
             "still and nothing would be synced; call step() of the palsgd optimizer around it"
         )
+
+
+_OWNERSHIPS: "WeakKeyDictionary[Optimizer, Ownership]" = WeakKeyDictionary()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Has an optimizer hooks beside the one that refuses steps by hand?"""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values()]
+    hooks += optimizer._optimizer_step_post_hooks.values()
+    return any(not isinstance(getattr(hook, "__self__", None), Ownership) for hook in hooks)
 
 
 def _only_makes_state(optimizer: Optimizer) -> bool:

@@ -1,6 +1,8 @@
 """The optimizer that a training loop sees: an inner optimizer and the rules of a method."""
 
 import inspect
+import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
+from palsgd.feed import Feed
 from palsgd.inner import ChainedOptimizer, check_scheduler, parts_of
 from palsgd.keywords import documented
 from palsgd.ledger import Ledger
@@ -29,11 +32,12 @@ from palsgd.options import checked_options
 from palsgd.outer import OuterFactory, plain_average
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
-from palsgd.schedulers import peak_rates, rates_ahead
+from palsgd.schedulers import LagWatch, peak_rates, rates_ahead
 from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Transport, ambient_transport
+from palsgd.unsynced import Unsynced
 from palsgd.worker import Exchange
 
 # How many steps ahead the schedule is looked at, before a run and when its length is known. A copy
@@ -120,7 +124,7 @@ class LocalOptimizer(Optimizer):
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()
         self._worker = build_worker(model, inner, replica, self.transport, outer, options)
-        self._showing_anchor = False
+        self._showing_anchor, self._watch, self.feed = False, LagWatch(), Feed()
         self.config = {
             "method": self._title(),
             "workers": self.transport.workers,
@@ -136,6 +140,8 @@ class LocalOptimizer(Optimizer):
             warn(doubt)
         if delay:
             self.transport.prepare(replica.device)
+        if self.transport.workers > 1 and self.transport is not ambient_transport():
+            self._unsynced = Unsynced(self)
 
     def _agree(self, replica: Replica, bucket_mb: float) -> None:
         """Raise unless the settings that must be equal on all workers are equal."""
@@ -206,12 +212,32 @@ class LocalOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._worker.plain_step():
+            self._check_gradients()
             self._drive(self._worker.step())
+            self._check_schedulers()
         if hooked and (self._optimizer_step_post_hooks or _global_optimizer_post_hooks):
             self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's profiling wrapper costs half a step
+
+    def _check_gradients(self) -> None:
+        """Warn if the first local step has nothing to go by, which torch's optimizers accept."""
+        worker = self._worker
+        if worker.at.gradient_steps or worker.warming_up:
+            return
+        if all(p.grad is None for p in worker.inner.replica.params):
+            warn(
+                "step() was called and no parameter has a gradient, so the clock ticks and the "
+                "model stays as it is; call loss.backward() before step()"
+            )
+
+    def _check_schedulers(self) -> None:
+        at = self._worker.at
+        if at.synced and self._worker.inner.scheduler is None:
+            self._watch.look(
+                self, self.inner, clock=at.clock, steps=at.gradient_steps, rounds=at.rounds
+            )
 
     def _call_hooks(self, *hooks: Any) -> None:
         for hook in chain.from_iterable(each.values() for each in hooks):
@@ -241,7 +267,7 @@ class LocalOptimizer(Optimizer):
         """Raise if the schedule leads to learning rates that the method refuses, within so many
         steps."""
         worker = self._worker
-        if not worker.method.overrides("check_step"):
+        if not worker.method.foreseeable:
             return
         ahead = rates_ahead(worker.inner.scheduler, self, self.inner)
         for clock, rates in zip(range(self.clock, self.clock + steps), ahead, strict=False):
@@ -252,6 +278,28 @@ class LocalOptimizer(Optimizer):
                 raise ValueError(
                     f"{refusal} (at clock {clock}, to which the settings lead)"
                 ) from None
+
+    def finish(self) -> None:
+        """End a loop that ends with its data: apply what is pending, and sync the steps since the
+        last sync. All workers call it, after any number of steps of one round each. Where no worker
+        has taken a step since the last sync nothing changes. A loop over `palsgd.until` needs no
+        such call.
+
+        Raises:
+            ConsensusError: a worker called it while another came to a sync within its loop.
+        """
+        self._drive(self._worker.finish())
+
+    @property
+    def unsynced_steps(self) -> int:
+        """Steps of this worker that no sync has sent."""
+        at = self._worker.at
+        return at.clock - min(at.sent_at) if at.has_anchor else 0
+
+    def __del__(self) -> None:
+        unsynced = self.__dict__.get("_unsynced")  # it is missing if building failed
+        if unsynced is not None and not sys.is_finalizing():
+            unsynced.warn(self)
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
         """Call `listener(event)` at every later event of this kind.
@@ -276,6 +324,7 @@ class LocalOptimizer(Optimizer):
     def _drive(self, exchange: Exchange) -> None:
         """Do through the transport what the worker requests. An error is raised inside the worker,
         so that the worker can restore its tensors."""
+        unsynced = self.__dict__.get("_unsynced")
         try:
             request = next(exchange)
             while True:
@@ -289,12 +338,18 @@ class LocalOptimizer(Optimizer):
                     request = exchange.send(sent)
         except StopIteration:
             pass
+        except BaseException:
+            if unsynced is not None:  # this error says more than a warning about what it left
+                unsynced.quiet = True
+            raise
 
     def _lost_peer(self, error: RuntimeError) -> SyncError:
         failure = SyncError(
             f"worker {self.transport.worker} could not exchange with the others at clock "
             f"{self.clock}: a worker left early, stalled or lost its link. The global model is "
-            f"unchanged; start all workers again from a checkpoint ({str(error).splitlines()[0]})"
+            "unchanged; start all workers again from a checkpoint. If it left because its data "
+            "ended, end all loops at one clock with palsgd.until() "
+            f"({_first_sentence(str(error))})"
         )
         failure.__cause__ = error
         return failure
@@ -447,6 +502,12 @@ def _check_model(model: Any) -> None:
             f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
             "not its parameters: the inner optimizer has those"
         )
+
+
+def _first_sentence(text: str) -> str:
+    """What gloo says ends in pictures and advice that do not belong here."""
+    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    return re.split(r"(?<=[^.])[.!] (?=[A-Z])", first)[0].rstrip(".!")
 
 
 def _signature(optimizer: Optimizer | None) -> str:

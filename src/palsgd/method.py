@@ -187,6 +187,12 @@ class Method:
         with these learning rates, in a round of `length` steps. It is asked before the clock counts
         the step."""
 
+    @property
+    def foreseeable(self) -> bool:
+        """May `check_step` refuse later steps that can be known when a run begins, from the
+        schedule of the learning rates or from the clock?"""
+        return False
+
     def doubts(self, rates: Sequence[float], length: int) -> list[str]:
         """What is odd about the settings, a sentence each, of which the optimizer warns when it is
         built. `rates` are the highest that are known then, `length` is H."""

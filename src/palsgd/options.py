@@ -13,7 +13,8 @@ from palsgd.schedule import DRAWS
 OPTIONS = """
     Options of every optimizer:
         outer: makes the outer optimizer from the anchor's parameters, such as
-            `palsgd.nesterov(lr=0.7, momentum=0.5)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
+            `palsgd.nesterov(lr=0.7, momentum=0.5)` or
+            `lambda params: torch.optim.Adam(params, lr=1e-3)`.
         warmup_steps: steps of plain DDP before the first round.
         seed, draws: how the steps without data are drawn. "balanced": between two syncs all workers
             take equally many gradients; "independent": a coin per worker and step; "shared": one

@@ -107,7 +107,8 @@ def _bound_schedulers(opt: Optimizer, inner: Optimizer) -> "WeakSet[LRScheduler]
     owners = [opt, inner, *parts_of(inner)]
     if not any(hasattr(vars(each).get("step"), "_wrapped_by_lr_sched") for each in owners):
         return WeakSet()
-    found = (each for each in gc.get_objects() if isinstance(each, LRScheduler))
+    # by type(), as some objects of torch warn when they are asked for their class
+    found = (each for each in gc.get_objects() if issubclass(type(each), LRScheduler))
     return WeakSet(s for s in found if any(s.optimizer is each for each in owners))
 
 

@@ -51,6 +51,7 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    idle: bool = False  # has the worker taken no step since the last sync of this fragment?
     taken: int = 0  # gradient steps of this worker since the start of training
 
 
@@ -137,8 +138,9 @@ class Syncer:
 
     # -- the two halves ------------------------------------------------------------------------
 
-    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send a fragment and apply its mean at the same clock."""
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome | None]:
+        """Send a fragment and apply its mean at the same clock. None if there was nothing to
+        apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -159,6 +161,10 @@ class Syncer:
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        if arrival.verdict.changes_nothing:
+            if pending.parked:  # the local model was equal to the anchor
+                self.anchor.copy_to_local(at.fragment)
+            return None
         return self._conclude(pending, arrival, start)
 
     def send(self, at: Moment) -> Generator[Request, int, None]:
@@ -173,8 +179,9 @@ class Syncer:
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
-    def apply(self) -> Generator[Request, int, Outcome]:
-        """Wait for the means of the pending sync and apply them."""
+    def apply(self) -> Generator[Request, int, Outcome | None]:
+        """Wait for the means of the pending sync and apply them. None if there was nothing to
+        apply."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -188,7 +195,8 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        outcome = self._conclude(pending, arrival, start)
+        nothing = arrival.verdict.changes_nothing
+        outcome = None if nothing else self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
 
@@ -310,6 +318,7 @@ class Syncer:
             model=model,
             steps=pending.at.taken,
             step_s=pending.at.step_s,
+            idle=pending.at.idle,
             device=self.replica.device,
         )
         pending.finite = report.finite

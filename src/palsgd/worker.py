@@ -392,26 +392,63 @@ class Worker:
     def _run_due(self) -> Exchange:
         """Do everything that is due at this clock."""
         due = self._due()
-        if not due:
+        if due:
+            yield from self._exchange(due, self.schedule.round_of(self.at.clock - 1))
+
+    def finish(self) -> Exchange:
+        """Apply what is pending, and sync every fragment in a sync that says that this worker has
+        finished. In the warm-up all local models are equal and nothing is to be done.
+
+        The fragment that the schedule sends next comes first, in the way in which the schedule
+        sends it. A worker that has not finished meets it there with a message of the same size, so
+        that all workers can read in its header who has finished."""
+        if not self.at.has_anchor:
             return
+        guard, pending, clock = self.syncer.guard, self.syncer.pending, self.at.clock
+        # A worker that has not stepped since a sync is in the round that comes next, where it may
+        # meet others that have.
+        round = self.schedule.round_of(clock - 1 if clock > max(self.at.sent_at) else clock)
+        due = [] if pending is None else [Due("apply", pending.at.fragment)]
+        guard.finished = True
+        try:
+            yield from self._exchange(due + self._last_syncs(), round)
+        finally:
+            guard.finished = False
+
+    def _last_syncs(self) -> list[Due]:
+        first, count = self._next_fragment(), self.at.fragments
+        order = [(first + i) % count for i in range(count)]
+        kinds = ("send", "apply") if self.schedule.span(self.at.clock).delay else ("sync",)
+        return [Due(kind, fragment) for fragment in order for kind in kinds]
+
+    def _next_fragment(self) -> int:
+        """The fragment that is sent next if training goes on."""
+        schedule, clock = self.schedule.with_end(None), self.at.clock
+        late = [f for f in schedule.sends(clock) if self.at.sent_at[f] < clock]
+        while not late:
+            clock = schedule.next_due(clock)
+            late = schedule.sends(clock)
+        return late[0]
+
+    def _exchange(self, due: list[Due], round: int) -> Exchange:
         through: list[Outcome] = []
         for kind, fragment in due:
+            outcome = None
             if kind == "apply":
-                through.append((yield from self.syncer.apply()))
+                outcome = yield from self.syncer.apply()
             elif kind == "send":
-                yield from self.syncer.send(self._moment(fragment))
+                yield from self.syncer.send(self._moment(fragment, round))
             else:
                 with self.meter.whole_sync(exactly=self.interval is not None):
-                    outcome = yield from self.syncer.sync(self._moment(fragment))
-                through.append(outcome)
+                    outcome = yield from self.syncer.sync(self._moment(fragment, round))
             if kind != "apply":
                 self.at.sent_at[fragment] = self.at.clock
                 self.at.marks[fragment] = self._mark()
             if kind == "send":
-                round = self.schedule.round_of(self.at.clock - 1)
                 self._tell(Sent, round=round, fragment=fragment)
-            else:
-                self._synced(through[-1])
+            elif outcome is not None:
+                through.append(outcome)
+                self._synced(outcome)
         self.meter.skip()
         for number, outcome in enumerate(through):
             self._tell_synced(outcome, completes=number == len(through) - 1)
@@ -419,7 +456,7 @@ class Worker:
     def _mark(self) -> tuple[int, tuple[float, ...]]:
         return self.at.gradient_steps, tuple(self.at.rate_sums)
 
-    def _moment(self, fragment: int) -> Moment:
+    def _moment(self, fragment: int, round: int) -> Moment:
         clock, (steps, sums) = self.at.clock, self.at.marks[fragment]
         delay = self.schedule.span(clock - 1).delay
         measured = self.interval is not None
@@ -427,13 +464,14 @@ class Worker:
         return Moment(
             fragment=fragment,
             clock=clock,
-            round=self.schedule.round_of(clock - 1),
+            round=round,
             due=clock + delay,
             gradient_steps=self.at.gradient_steps - steps,
             rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
             step_s=self.meter.step_seconds(since) if measured else 0.0,
             rates=tuple(self.at.rates or self.inner.rates()),
             taken=self.at.gradient_steps,
+            idle=clock == self.at.sent_at[fragment],
         )
 
     def _synced(self, outcome: Outcome) -> None:

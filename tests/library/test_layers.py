@@ -12,11 +12,13 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "digest", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
-    ("auto_interval", "codecs", "meter", "replica", "schedule", "units"),
+    ("checks", "digest", "errors", "events", "feed", "flat", "outer", "progress", "sharding"),
+    ("unsynced", "units"),
+    ("auto_interval", "codecs", "ledger", "meter", "replica", "schedule"),
     ("anchor", "buffers", "inner", "memory", "passes", "transports"),
     ("composed", "method", "methods", "method_state", "method_view", "registry", "tensors"),
-    ("options", "payload"),
+    ("options", "payload", "schedulers"),
+    ("keywords",),
     ("guard",),
     ("sync", "warmup"),
     ("worker",),

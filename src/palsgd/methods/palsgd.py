@@ -84,6 +84,10 @@ class PALSGDMethod(Method):
         if self.mix_prob:
             self.betas(rates, clock=clock, length=length)
 
+    @property
+    def foreseeable(self) -> bool:
+        return bool(self.mix_prob) and (self.mix_rate is not None or callable(self.pull))
+
     def doubts(self, rates: Sequence[float], length: int) -> list[str]:
         if not self.mix_prob or self.mix_rate is None or callable(self.mix_rate):
             return []
