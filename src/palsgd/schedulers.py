@@ -114,11 +114,10 @@ def _bound_schedulers(opt: Optimizer, inner: Optimizer) -> "WeakSet[LRScheduler]
 
 def _lags(scheduler: Any, opt: Optimizer, inner: Optimizer, clock: int, steps: int) -> bool:
     """Was it stepped about as often as there were gradient steps (not once per epoch), and would
-    other rates hold if it had been stepped with the clock? A schedule that reads the clock itself
-    gives the same ones."""
+    other rates hold if it had been stepped with the clock? The step that the loop is about to take
+    is counted in. A schedule that reads the clock itself gives the same rates either way."""
     taken = scheduler.last_epoch
-    if not steps - 2 <= taken < clock:
+    if not steps - 2 <= taken < clock - 1:
         return False
-    ahead = rates_ahead(scheduler, opt, inner)
-    first = next(ahead, None)
-    return any(rates != first for _, rates in zip(range(clock - taken), ahead, strict=False))
+    ahead = list(zip(range(1 + clock - taken), rates_ahead(scheduler, opt, inner), strict=False))
+    return len(ahead) > 2 and ahead[1][1] != ahead[-1][1]
