@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo lint bench clean
+.PHONY: setup test demo lint bench mutants clean
 
 setup: .venv/installed
 
@@ -25,6 +25,10 @@ lint: setup
 
 bench: setup
 	$(BIN)/python bench/step.py
+
+# Single-line bugs in the core, and whether the tests find them: half an hour or more.
+mutants: setup
+	$(BIN)/python tests/mutants/run.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
