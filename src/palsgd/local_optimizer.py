@@ -23,7 +23,6 @@ from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.feed import Feed
 from palsgd.inner import ChainedOptimizer, check_scheduler, parts_of
 from palsgd.keywords import documented
 from palsgd.ledger import Ledger
@@ -124,7 +123,7 @@ class LocalOptimizer(Optimizer):
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()
         self._worker = build_worker(model, inner, replica, self.transport, outer, options)
-        self._showing_anchor, self._watch, self.feed = False, LagWatch(), Feed()
+        self._showing_anchor, self._watch = False, LagWatch()
         self.config = {
             "method": self._title(),
             "workers": self.transport.workers,

@@ -86,7 +86,7 @@ def _batches(
     _check_warmup(opt, steps)
     opt.run_until(steps)
     while opt.clock < steps:
-        batch = opt.feed.next(loader, opt._worker.at)
+        batch = opt._worker.feed.next(loader, opt._worker.at)
         if batch is END:
             raise ValueError(
                 f"the loader ran dry at clock {opt.clock} of {steps} (pass {opt._worker.at.epoch} "

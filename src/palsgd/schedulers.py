@@ -117,7 +117,7 @@ def _lags(scheduler: Any, opt: Optimizer, inner: Optimizer, clock: int, steps: i
     other rates hold if it had been stepped with the clock? The step that the loop is about to take
     is counted in. A schedule that reads the clock itself gives the same rates either way."""
     taken = scheduler.last_epoch
-    if not steps - 2 <= taken < clock - 1:
+    if not max(2, steps - 2) <= taken < clock - 1:
         return False
     ahead = list(zip(range(1 + clock - taken), rates_ahead(scheduler, opt, inner), strict=False))
     return len(ahead) > 2 and ahead[1][1] != ahead[-1][1]

@@ -167,15 +167,16 @@ class Syncer:
             return None
         return self._conclude(pending, arrival, start)
 
-    def send(self, at: Moment) -> Generator[Request, int, None]:
+    def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
-        model is trained until then."""
+        model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-        kept.read(self.replica.local())
-        pending.local_when_sent = kept.flat
+        if trains:
+            kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
+            kept.read(self.replica.local())
+            pending.local_when_sent = kept.flat
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 

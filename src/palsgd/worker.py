@@ -16,6 +16,7 @@ import torch
 from palsgd.auto_interval import AutoInterval
 from palsgd.digest import chained
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
+from palsgd.feed import Feed
 from palsgd.guard import costs
 from palsgd.inner import InnerStep
 from palsgd.ledger import Ledger
@@ -74,7 +75,7 @@ class Worker:
         self.inner, self.warmup, self._syncer = inner, warmup, syncer
         self.meter, self.listeners = meter, listeners
         self.interval = interval  # None once H is settled
-        self.at = Progress(fragments=schedule.fragments)
+        self.at, self.feed = Progress(fragments=schedule.fragments), Feed()
         self.at.rate_sums = [0.0] * len(inner.optimizer.param_groups)
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
@@ -437,7 +438,8 @@ class Worker:
             if kind == "apply":
                 outcome = yield from self.syncer.apply()
             elif kind == "send":
-                yield from self.syncer.send(self._moment(fragment, round))
+                trains = not self.syncer.guard.finished
+                yield from self.syncer.send(self._moment(fragment, round), trains=trains)
             else:
                 with self.meter.whole_sync(exactly=self.interval is not None):
                     outcome = yield from self.syncer.sync(self._moment(fragment, round))
