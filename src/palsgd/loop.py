@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from palsgd.checks import check_int, check_number, warn
+from palsgd.checks import below, check_int, check_number, warn
 from palsgd.feed import END
 from palsgd.optimizer import LocalOptimizer
 
@@ -60,7 +60,7 @@ def until(
     if epochs is None:
         steps = check_int("steps", steps)
     else:
-        check_number("epochs", epochs, "a number >= 0", low=-1e-300)
+        check_number("epochs", epochs, "a number >= 0", low=below(0.0))
     return _batches(loader, opt, steps, epochs)
 
 

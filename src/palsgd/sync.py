@@ -162,9 +162,7 @@ class Syncer:
             raise
         assert arrival is not None
         if arrival.verdict.changes_nothing:
-            if pending.parked:  # the local model was equal to the anchor
-                self.anchor.copy_to_local(at.fragment)
-            return None
+            return self._drop(pending)
         return self._conclude(pending, arrival, start)
 
     def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
@@ -196,10 +194,18 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        nothing = arrival.verdict.changes_nothing
-        outcome = None if nothing else self._conclude(pending, arrival, start)
+        if arrival.verdict.changes_nothing:
+            outcome = self._drop(pending)
+        else:
+            outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _drop(self, pending: PendingSync) -> None:
+        """Leave all as it is, as no worker has taken a step. The local model is equal to the
+        anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
+        if not self.method.overrides("restart"):
+            self.anchor.copy_to_local(pending.at.fragment)
 
     # -- sending -------------------------------------------------------------------------------
 

@@ -70,13 +70,13 @@ def test_a_mix_prob_in_per_cent():
 
 
 def test_an_optimizer_of_another_model():
-    with pytest.raises(ValueError, match=r"not the model's .*build it from model.parameters\(\) of"):
+    with pytest.raises(ValueError, match=r"not the model's .*build it from model.parameters\(\)"):
         palsgd.PALSGD(linear(), sgd(linear()), transport=palsgd.Alone())
 
 
 def test_an_optimizer_object_as_the_outer_one():
     model = linear()
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match="outer=") as refusal:
         alone(model, outer=sgd(model, momentum=0.9))
     assert str(refusal.value).startswith("outer=an SGD object is not a function")
     assert "palsgd.nesterov(lr=0.7)" in str(refusal.value)
@@ -85,13 +85,13 @@ def test_an_optimizer_object_as_the_outer_one():
 
 def test_an_inner_optimizer_that_needs_a_closure():
     model = linear()
-    with pytest.raises(ValueError, match=r"inner=LBFGS evaluates the loss several times .*torch.optim.AdamW"):
+    with pytest.raises(ValueError, match=r"inner=LBFGS evaluates the loss .*torch.optim.AdamW"):
         palsgd.PALSGD(model, torch.optim.LBFGS(model.parameters()), transport=palsgd.Alone())
 
 
 def test_more_fragments_than_the_model_has_pairs_of_elements():
     model = nn.Linear(2, 1, bias=False)
-    with pytest.raises(ValueError, match="fragments=2 needs at least 4 elements, .* has 2; use few"):
+    with pytest.raises(ValueError, match=r"fragments=2 needs at least 4 elements, .* has 2; use"):
         alone(model, fragments=2)
 
 
@@ -119,16 +119,16 @@ def test_a_misspelt_keyword_gets_the_nearest_name(build, given, nearest):
 
 @pytest.mark.parametrize("steps", [dict(steps=4), dict(epochs=1)])
 def test_a_plain_optimizer_in_until(steps):
-    with pytest.raises(TypeError, match=r"got SGD as its optimizer.*opt = palsgd.PALSGD\(model, in"):
+    with pytest.raises(TypeError, match=r"got SGD as its optimizer.*opt = palsgd.PALSGD\(model"):
         palsgd.until(batches(0), sgd(linear()), **steps)
 
 
 def test_the_inner_optimizer_stepped_in_place_of_the_other():
     model, opt = alone()
-    with pytest.raises(RuntimeError, match=r"own step\(\) was called \(SGD\).*call step\(\) of the p"):
-        for batch in palsgd.until(batches(0), opt, steps=4):
-            mse(model, batch).backward()
-            opt.inner.step()
+    batch = next(palsgd.until(batches(0), opt, steps=4))
+    mse(model, batch).backward()
+    with pytest.raises(RuntimeError, match=r"own step\(\) was called \(SGD\).*call step\(\) of"):
+        opt.inner.step()
     assert opt.clock == 0
 
 
@@ -148,7 +148,7 @@ def test_a_parameter_that_is_frozen_in_mid_run():
     model, opt = alone(sync_every=2, mix_prob=0.0)
     take_step(model, opt, batches(0)[0])
     model.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="frozen.*build a new"):
+    with pytest.raises(ValueError, match=r"frozen.*build a new"):
         take_step(model, opt, batches(0)[0])
 
 
