@@ -121,12 +121,16 @@ def _anchor(replica: Replica, fragments: int) -> Anchor:
 
 def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
     if not callable(outer):
-        raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
+        shown = f"an {type(outer).__name__} object" if isinstance(outer, Optimizer) else repr(outer)
+        raise ValueError(
+            f"outer={shown} is not a function that makes an optimizer from parameters; use "
+            "palsgd.nesterov(lr=0.7) or lambda params: torch.optim.SGD(params, lr=0.7)"
+        )
     built = outer(anchor.params)
     if not isinstance(built, Optimizer):
         raise ValueError(
             f"outer must be a callable that makes a torch optimizer from parameters, but gave "
-            f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
+            f"{type(built).__name__}; use palsgd.nesterov(lr=0.7) or "
             "lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
     return built

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -56,12 +57,62 @@ class ChainedOptimizer(Optimizer):
         return " + ".join(type(part).__name__ for part in self.parts)
 
 
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an inner optimizer is made of."""
+    return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+class Ownership:
+    """Refuses the steps of an inner optimizer that no palsgd optimizer takes. It is shared by all
+    that are built around it, and ends with the last of them."""
+
+    def __init__(self) -> None:
+        self.stepping = False  # is a palsgd optimizer taking the step?
+        self.owners: WeakSet[InnerStep] = WeakSet()
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "Ownership":
+        found = _OWNERSHIPS.get(optimizer)
+        if found is None:
+            found = _OWNERSHIPS[optimizer] = cls()
+            optimizer.register_step_pre_hook(found.check)
+        return found
+
+    def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.stepping or not self.owners or _only_makes_state(optimizer):
+            return
+        kind = type(optimizer).__name__
+        raise RuntimeError(
+            f"the inner optimizer's own step() was called ({kind}), so the clock would stand "
+            "still and nothing would be synced; call step() of the palsgd optimizer around it"
+        )
+
+
+_OWNERSHIPS: "WeakKeyDictionary[Optimizer, Ownership]" = WeakKeyDictionary()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Has an optimizer hooks beside the one that refuses steps by hand?"""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values()]
+    hooks += optimizer._optimizer_step_post_hooks.values()
+    return any(not isinstance(getattr(hook, "__self__", None), Ownership) for hook in hooks)
+
+
+def _only_makes_state(optimizer: Optimizer) -> bool:
+    """Does a step change nothing? torch's functions for distributed states take such a step, with
+    learning rates of 0, to have the state made."""
+    return not optimizer.state and all(float(g.get("lr", 1)) == 0 for g in optimizer.param_groups)
+
+
 class InnerStep:
     """The step of the inner optimizer, with the clipping before it and the scheduler after it."""
 
     def __init__(self, optimizer: Optimizer, replica: Replica, max_norm: float | None):
         self.optimizer, self.replica, self.max_norm = optimizer, replica, max_norm
         self.scheduler: Any = None  # stepped once per tick of the clock
+        self._owned = [Ownership.of(part) for part in parts_of(optimizer)]
+        for ownership in self._owned:
+            ownership.owners.add(self)
 
     def rates(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -74,11 +125,17 @@ class InnerStep:
     def step(self, share: float) -> list[float]:
         """One step with the learning rates divided by `share`; returns them undivided."""
         rates = self.rates()
-        if share == 1:
-            self.optimizer.step()
-        else:
-            with divided_rates(self.optimizer, share):
+        for ownership in self._owned:
+            ownership.stepping = True
+        try:
+            if share == 1:
                 self.optimizer.step()
+            else:
+                with divided_rates(self.optimizer, share):
+                    self.optimizer.step()
+        finally:
+            for ownership in self._owned:
+                ownership.stepping = False
         return rates
 
     def tick(self) -> None:

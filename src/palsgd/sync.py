@@ -52,6 +52,7 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    idle: bool = False  # has the worker taken no step since the last sync of this fragment?
     taken: int = 0  # gradient steps of this worker since the start of training
 
 
@@ -140,8 +141,9 @@ class Syncer:
 
     # -- the two halves ------------------------------------------------------------------------
 
-    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send a fragment and apply its mean at the same clock."""
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome | None]:
+        """Send a fragment and apply its mean at the same clock. None if there was nothing to
+        apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -162,22 +164,26 @@ class Syncer:
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        if arrival.verdict.changes_nothing:
+            return self._drop(pending)
         return self._conclude(pending, arrival, start)
 
-    def send(self, at: Moment) -> Generator[Request, int, None]:
+    def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
-        model is trained until then."""
+        model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-        kept.read(self.replica.local())
-        pending.local_when_sent = kept.flat
+        if trains:
+            kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
+            kept.read(self.replica.local())
+            pending.local_when_sent = kept.flat
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
-    def apply(self) -> Generator[Request, int, Outcome]:
-        """Wait for the means of the pending sync and apply them."""
+    def apply(self) -> Generator[Request, int, Outcome | None]:
+        """Wait for the means of the pending sync and apply them. None if there was nothing to
+        apply."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -191,9 +197,18 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        outcome = self._conclude(pending, arrival, start)
+        if arrival.verdict.changes_nothing:
+            outcome = self._drop(pending)
+        else:
+            outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _drop(self, pending: PendingSync) -> None:
+        """Leave all as it is, as no worker has taken a step. The local model is equal to the
+        anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
+        if not self.method.overrides("restart"):
+            self.anchor.copy_to_local(pending.at.fragment)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -320,6 +335,7 @@ class Syncer:
             meter=self.meter,
             model=model,
             steps=pending.at.taken,
+            idle=pending.at.idle,
             device=self.replica.device,
             step_s=pending.at.step_s,
             buffer=self.buffers.nonfinite(),
