@@ -42,6 +42,7 @@ def converted(
         },
         **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
         "scheduler": state["scheduler"],
+        "outer_scheduler": None,
         "method": None,
         "ledger": state["ledger"],
         "rank": {

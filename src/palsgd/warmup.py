@@ -126,16 +126,20 @@ class Warmup:
 
     def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, None]:
         """Replace each gradient by its mean. A worker without a gradient counts as zero, as in DDP.
-        A parameter that has no gradient on any worker keeps none."""
+        A parameter that has no gradient on any worker keeps none. A sparse gradient is sent dense,
+        and is sparse again afterwards: some inner optimizers take no others."""
         replica, like = self._replica, self.memory.template
         buckets = self.memory.buckets(self.memory.model)
         sections = [
-            like.new_tensor([float(p.grad is not None) for p in replica.params]),
+            like.new_tensor([_presence(p.grad) for p in replica.params]),
             self.guard.encode(self._report(clock, buckets), like),
         ]
         if self.buffers.averaged:
             sections.append(self.buffers.encode(self.guard.worker, like))
         sizes, tail = [section.numel() for section in sections], torch.cat(sections)
+        sparse = [p for p in replica.params if p.grad is not None and p.grad.is_sparse]
+        for param in sparse:
+            param.grad = param.grad.to_dense()
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
@@ -145,10 +149,14 @@ class Warmup:
                 shares, header, *means = tail.split(sizes)
                 self.guard.check_alike(header, f"the first step (clock {clock})")
                 self.compared = True
-                _make_missing(replica.params, shares.tolist())
+                found = shares.tolist()
+                _make_missing(replica.params, found)
+                sparse = [p for p, x in zip(replica.params, found, strict=True) if x > 1]
             else:
                 count((yield Message(bucket.flat)))
             bucket.write(_or_zeros(replica.grads(), replica.local()))
+        for param in sparse:
+            param.grad = _sparse_rows(param.grad)
         workers = self.guard.workers
         self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
 
@@ -164,6 +172,22 @@ class Warmup:
         return self.guard.report(
             own, finite=True, meter=self._meter, step_s=0.0, device=self._replica.device
         )
+
+
+_SPARSE = float(2**20)  # more than all workers' dense gradients can add up to
+
+
+def _presence(grad: Tensor | None) -> float:
+    """How a worker says whether it has a gradient. The mean over the workers is above 1 if some
+    worker's gradient is sparse."""
+    if grad is None:
+        return 0.0
+    return _SPARSE if grad.is_sparse else 1.0
+
+
+def _sparse_rows(mean: Tensor) -> Tensor:
+    """A gradient of rows, without the rows that are zero on all workers."""
+    return mean.to_sparse(sparse_dim=1)
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:
