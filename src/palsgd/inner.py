@@ -1,7 +1,6 @@
 """The inner optimizer: several optimizers as one, and learning rates that are divided by the share
 of gradient steps for one step."""
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from palsgd.outer import refuse_metric
 from palsgd.replica import Replica
 
 
@@ -128,12 +128,7 @@ def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
             "makes one from the optimizer"
         )
     kind = type(scheduler).__name__
-    needy = _needs_metric(scheduler)
-    if needy is not None:
-        raise ValueError(
-            f"scheduler={needy} needs a metric at every step, which the clock has not; leave it "
-            "out and call its step(metric) after your evaluations"
-        )
+    refuse_metric("scheduler", scheduler)
     bound = getattr(scheduler, "optimizer", None)
     own = {id(group) for group in inner.param_groups}
     if bound is not None and not own & {id(group) for group in bound.param_groups}:
@@ -141,21 +136,6 @@ def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
             f"scheduler={kind} is bound to another {type(bound).__name__}, whose learning rates "
             "are not those of inner; make it from the inner optimizer that is given here"
         )
-
-
-def _needs_metric(scheduler: Any) -> str | None:
-    """The name of a scheduler whose `step` cannot be called without arguments, as that of
-    ReduceLROnPlateau; also of one inside a SequentialLR or a ChainedScheduler."""
-    needed = [
-        parameter
-        for parameter in inspect.signature(scheduler.step).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    if needed:
-        return type(scheduler).__name__
-    inside = map(_needs_metric, getattr(scheduler, "_schedulers", ()))
-    return next((name for name in inside if name is not None), None)
 
 
 def check_same_parameters(
@@ -200,7 +180,7 @@ class _Division:
         for group, _, divided in self._rates:
             group["lr"] = divided
         self._handle = None
-        hooks = optimizer._optimizer_step_post_hooks
+        hooks: Any = optimizer._optimizer_step_post_hooks
         if hooks or _global_optimizer_post_hooks:
             self._handle = optimizer.register_step_post_hook(lambda *_: self._restore())
             hooks.move_to_end(self._handle.id, last=False)

@@ -13,7 +13,6 @@ from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
 from palsgd.tensors import RESERVED, WorkerTensors
 
-
 WHOLE = "the averaged inner state is whole"  # 1 once every fragment of it is known, else 0
 
 

@@ -75,7 +75,7 @@ class Options:
 
     def as_config(self) -> dict[str, Any]:
         """The settings that must be equal on all workers, and in a saved state and its reader."""
-        found = {
+        return {
             "sync_every": self.sync_every if self.auto is None else str(self.auto),
             "warmup_steps": self.warmup_steps,
             **self.method.settings(),
@@ -90,8 +90,6 @@ class Options:
             "blend": self.blend,
             "average_state": None if self.average_state is None else list(self.average_state),
         }
-        # torch.load reads no NumPy scalars unless it is told to trust the file
-        return {k: v.item() if isinstance(v, np.generic) else v for k, v in found.items()}
 
 
 def checked_options(
@@ -109,6 +107,8 @@ def checked_options(
     first = check_int("sync_every", first, least=1)
     if warmup_steps != math.inf:
         warmup_steps = check_int("warmup_steps", warmup_steps)
+    for name in ("max_norm", "blend"):  # torch.load reads no NumPy numbers by default
+        others[name] = None if others[name] is None else _plain(others[name])
     for name, least in (("seed", 0), ("delay", 0), ("fragments", 1)):
         others[name] = check_int(name, others[name], least=least)
     others["average_state"] = _checked_names(others["average_state"])
@@ -155,6 +155,10 @@ def checked_options(
 
 
 NOTHING = {"delay": 0, "fragments": 1}  # what leaves an option out, where it is not None
+
+
+def _plain(number: Any) -> Any:
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _checked_names(names: Any) -> tuple[str, ...] | None:

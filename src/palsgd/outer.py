@@ -1,5 +1,6 @@
 """Outer optimizers, which change the anchor at a sync by the mean displacement."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,7 +45,8 @@ def bound_scheduler(given: Any, outer: Optimizer) -> Any:
     `given` itself if it is bound to that optimizer."""
     if given is None:
         return None
-    made = given if hasattr(given, "step") and not isinstance(given, type) else given(outer)
+    is_one = hasattr(given, "step") and not isinstance(given, type)
+    made = given if is_one or not callable(given) else given(outer)
     bound = getattr(made, "optimizer", None)
     if not hasattr(made, "step"):
         raise ValueError(
@@ -57,8 +59,22 @@ def bound_scheduler(given: Any, outer: Optimizer) -> Any:
             "give a function that makes it from the outer optimizer, such as "
             f"lambda outer: {type(made).__name__}(outer, ...)"
         )
+    refuse_metric("outer_scheduler", made)
     outer._opt_called = True  # type: ignore[attr-defined]  # it is stepped inside a sync
     return made
+
+
+def refuse_metric(option: str, scheduler: Any) -> None:
+    """Raise for a scheduler whose `step` cannot be called without arguments, as that of
+    ReduceLROnPlateau; also for one inside a SequentialLR or a ChainedScheduler."""
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        for parameter in inspect.signature(each.step).parameters.values():
+            named = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            if named and parameter.default is parameter.empty:
+                raise ValueError(
+                    f"{option}={type(each).__name__} needs a metric at every step, which the clock "
+                    "has not; leave it out and call its step(metric) after your evaluations"
+                )
 
 
 def described(scheduler: Any) -> str | None:
@@ -69,7 +85,8 @@ def described(scheduler: Any) -> str | None:
     plain = {
         name: value
         for name, value in sorted(vars(scheduler).items())
-        if not name.startswith("_") and name != "last_epoch"
+        if not name.startswith("_")
+        and name != "last_epoch"
         and (isinstance(value, kinds) or _numbers(value))
     }
     return f"{type(scheduler).__name__}({', '.join(f'{k}={v}' for k, v in plain.items())})"

@@ -137,9 +137,10 @@ class Warmup:
         if self.buffers.averaged:
             sections.append(self.buffers.encode(self.guard.worker, like))
         sizes, tail = [section.numel() for section in sections], torch.cat(sections)
-        sparse = [p for p in replica.params if p.grad is not None and p.grad.is_sparse]
-        for param in sparse:
-            param.grad = param.grad.to_dense()
+        for param in replica.params:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.to_dense()
+        sparse: list[Tensor] = []
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
@@ -156,7 +157,8 @@ class Warmup:
                 count((yield Message(bucket.flat)))
             bucket.write(_or_zeros(replica.grads(), replica.local()))
         for param in sparse:
-            param.grad = _sparse_rows(param.grad)
+            assert param.grad is not None
+            param.grad = param.grad.to_sparse(sparse_dim=1)  # without rows that are zero
         workers = self.guard.workers
         self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
 
@@ -185,9 +187,11 @@ def _presence(grad: Tensor | None) -> float:
     return _SPARSE if grad.is_sparse else 1.0
 
 
-def _sparse_rows(mean: Tensor) -> Tensor:
-    """A gradient of rows, without the rows that are zero on all workers."""
-    return mean.to_sparse(sparse_dim=1)
+def gradient_bytes(grad: Tensor | None) -> int:
+    """What DistributedDataParallel sends of a gradient: of a sparse one, places and values."""
+    if grad is None:
+        return 0
+    return grad._indices().nbytes + grad._values().nbytes if grad.is_sparse else grad.nbytes
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:

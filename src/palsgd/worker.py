@@ -25,7 +25,7 @@ from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message
-from palsgd.warmup import Warmup
+from palsgd.warmup import Warmup, gradient_bytes
 
 Exchange = Generator[Request, int, None]
 
@@ -178,7 +178,7 @@ class Worker:
                 yield from self.warmup.average(self.at.clock, self._count_message)
             self.meter.leave_step()
         elif self.facts.workers > 1:
-            sent = sum(g.nbytes for g in self.inner.replica.grads() if g is not None)
+            sent = sum(gradient_bytes(g) for g in self.inner.replica.grads())
             self.ledger.bytes_sent += sent
             self.ledger.bytes_on_the_wire += wire_bytes(sent, self.facts.workers)
         self._gradient_step(1.0)
