@@ -137,10 +137,9 @@ class Warmup:
         if self.buffers.averaged:
             sections.append(self.buffers.encode(self.guard.worker, like))
         sizes, tail = [section.numel() for section in sections], torch.cat(sections)
-        for param in replica.params:
-            if param.grad is not None and param.grad.is_sparse:
-                param.grad = param.grad.to_dense()
-        sparse: list[Tensor] = []
+        workers, sparse = self.guard.workers, []
+        if workers > 1:  # a single worker's gradients stay as they are
+            _make_dense(replica.params)
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
@@ -155,11 +154,11 @@ class Warmup:
                 sparse = [p for p, x in zip(replica.params, found, strict=True) if x > 1]
             else:
                 count((yield Message(bucket.flat)))
-            bucket.write(_or_zeros(replica.grads(), replica.local()))
-        for param in sparse:
+            if workers > 1:
+                bucket.write(_or_zeros(replica.grads(), replica.local()))
+        for param in sparse if workers > 1 else []:
             assert param.grad is not None
             param.grad = param.grad.to_sparse(sparse_dim=1)  # without rows that are zero
-        workers = self.guard.workers
         self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
 
     def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
@@ -194,6 +193,12 @@ def gradient_bytes(grad: Tensor | None) -> int:
     return grad._indices().nbytes + grad._values().nbytes if grad.is_sparse else grad.nbytes
 
 
+def _make_dense(params: list[Tensor]) -> None:
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+
+
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:
     """Make a gradient of zeros for each parameter that has one on another worker only. `shares` has
     the share of workers with a gradient, for each parameter."""
@@ -203,4 +208,5 @@ def _make_missing(params: list[Tensor], shares: list[float]) -> None:
 
 
 def _or_zeros(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+    return [g.to_dense() if g.is_sparse else g for g in found]
