@@ -106,7 +106,7 @@ def test_a_sync_sends_the_model_once_in_full_precision_and_a_small_header(
     )
     for ledger, elements in found:
         per_sync = [entry["bytes_sent"] for entry in ledger.history]
-        header = 4 * width * 2  # four numbers for each of two workers
+        header = 9 * width * 2  # nine numbers for each of two workers
         assert per_sync == [width * elements + header] * 3
         assert ledger.bytes_sent == sum(per_sync) + header  # and once to open the local phase
         one = (
