@@ -29,7 +29,7 @@ def documented(kind: Kind) -> Kind:
         check_names(kind.__name__, args, keywords, known, refused)
         own(self, *args, **keywords)
 
-    kind.__init__ = init  # type: ignore[misc]
+    kind.__init__ = init  # type: ignore[misc, method-assign]
     return kind
 
 

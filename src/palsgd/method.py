@@ -236,7 +236,7 @@ class Method:
     def restart(self, w: "WorkerTensors") -> None:
         """Set `w.local` after a sync. By default `w.local` becomes the anchor, plus the change of
         the local model since it was sent if the sync is delayed. A method that overrides this
-        refuses `delay`."""
+        refuses `delay` and `blend`."""
         raise NotImplementedError("the library does this unless a method overrides it")
 
     def join(self, w: "WorkerTensors") -> None:
@@ -287,6 +287,7 @@ class Method:
         found = dict(self.refuses)
         if self.overrides("restart"):
             found.setdefault("delay", "the method says itself where the local model goes on")
+            found.setdefault("blend", "the method says itself where the local model goes on")
         if self.varies_length:
             found.setdefault("delay", "rounds of varying length may end before a sync arrives")
             found.setdefault("fragments", "rounds of varying length have no fixed places for them")

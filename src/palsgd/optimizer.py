@@ -13,6 +13,7 @@ from palsgd.keywords import documented, explained, joined, named
 from palsgd.local_optimizer import LocalOptimizer
 from palsgd.method import Method
 from palsgd.methods.palsgd import OfClock, PALSGDMethod
+from palsgd.options import NOTHING
 from palsgd.outer import OuterFactory, nesterov, plain_average
 from palsgd.registry import Row
 
@@ -137,8 +138,8 @@ class DDP(LocalOptimizer):
         model: the module that is trained, as the loop calls it.
         inner: the torch optimizer of each worker, or a list of them.
 
-    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `compress`, `delay` and `fragments`
-    are refused.
+    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `outer_scheduler`, `compress`,
+    `delay`, `fragments` and `blend` are refused.
 
     Example:
         >>> import torch, palsgd
@@ -153,7 +154,8 @@ class DDP(LocalOptimizer):
     }
 
     def __init__(self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any):
-        for name, nothing in (("compress", None), ("delay", 0), ("fragments", 1)):
+        for name in ("compress", "delay", "fragments", "blend", "outer_scheduler"):
+            nothing = NOTHING.get(name)
             if options.get(name, nothing) not in (nothing, "none"):
                 raise ValueError(
                     f"{name}={options[name]!r} is about syncs, which DDP has none of; leave it "

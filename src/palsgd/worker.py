@@ -46,6 +46,7 @@ class Progress:
     sent_at: list[int] = field(default_factory=list)  # the clock of each fragment's last sync
     # clock, gradient steps and mixing steps at the last entry of the ledger's history
     last_record: tuple[int, int, int] = (0, 0, 0)
+    gradient_s: float = 0.0  # the ledger's, at that entry
     rates: list[float] = field(default_factory=list)  # of each parameter group, in the last step
     rate_sums: list[float] = field(default_factory=list)  # of each parameter group, so far
     # gradient_steps and rate_sums at the last sync of each fragment
@@ -95,12 +96,17 @@ class Worker:
         return self.schedule.warms_up(self.at.clock)
 
     @property
+    def stays_apart(self) -> bool:
+        """May the local model differ from the anchor although the whole model was just synced?"""
+        blends = self._syncer is not None and bool(self._syncer.blend)
+        return blends or self.method.overrides("restart")
+
+    @property
     def leads(self) -> bool:
         """May the local model differ from the anchor right after a sync?"""
         delayed = any(span.delay for span in self.schedule.spans)
         will_be = self.interval is not None and self.interval.delay > 0
-        own = self.method.overrides("restart")
-        return self.schedule.fragments > 1 or delayed or will_be or own
+        return self.schedule.fragments > 1 or delayed or will_be or self.stays_apart
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -224,6 +230,8 @@ class Worker:
         self.inner.replica.check_unchanged()
         self.inner.replica.check_held()
         syncer.anchor.set_from_local()
+        if syncer.averaged is not None:
+            syncer.averaged.open()
         report = syncer.guard.report(
             chained([syncer.anchor.digest(), syncer.states.digest(None)]),
             finite=True,
@@ -237,6 +245,7 @@ class Worker:
         at.sent_at = [at.clock] * at.fragments
         at.marks = [self._mark()] * at.fragments
         at.last_record = (at.clock, at.gradient_steps, self.ledger.mixing_steps)
+        at.gradient_s = self.ledger.gradient_s
         self._extend_schedule()
 
     def _gradient_step(self, share: float) -> list[float]:
@@ -503,7 +512,7 @@ class Worker:
             due=clock + delay,
             gradient_steps=self.at.gradient_steps - steps,
             rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
-            step_s=self.meter.step_seconds(since) if measured else 0.0,
+            step_s=self.meter.step_seconds(since, since=self.at.gradient_s) if measured else 0.0,
             rates=tuple(self.at.rates or self.inner.rates()),
             taken=self.at.gradient_steps,
             idle=clock == self.at.sent_at[fragment],
@@ -516,6 +525,7 @@ class Worker:
         self._record(outcome)
         if outcome.at.fragment == at.fragments - 1:
             at.rounds += 1
+            self.syncer.round_ended()
             self._choose_interval(outcome)
             self._extend_schedule()
 
@@ -545,9 +555,9 @@ class Worker:
     def _record(self, outcome: Outcome) -> None:
         if self.interval is not None:
             self.interval.note(costs(outcome.reports))
-        self.meter.sync_done()
         at, ledger = self.at, self.ledger
         clock, gradients, mixing = at.last_record
+        at.gradient_s = ledger.gradient_s
         at.last_record = (at.clock, at.gradient_steps, ledger.mixing_steps)
         ledger.syncs += 1
         ledger.distance = outcome.distance

@@ -35,10 +35,13 @@ def algorithm1(
     return anchor
 
 
-def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, delay, parts):
+def lagged(
+    x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, delay, parts, blend=None
+):
     """Algorithm 1 with syncs that take `delay` steps, of the elements `parts[0]`, `parts[1]`, ...
     in turn within a round. A part that comes back is the global model's, with what the local one
-    has gained since it was sent."""
+    has gained since it was sent; with `blend`, that share of the local one and the rest of the
+    global one."""
     anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
     inner_opt, outer_opt = [inner() for _ in range(workers)], [outer() for _ in parts]
     drawn, flying = [0] * workers, []  # (clock, part, mean, local models at departure)
@@ -54,7 +57,9 @@ def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, d
             for _, _, mean, then in [c for c in flying if c[1] == f and t + 1 in (c[0], steps)]:
                 anchor[part] = outer_opt[f](anchor[part], mean)
                 for k in range(workers):
-                    local[k][part] = anchor[part] + local[k][part] - then[k]
+                    kept = anchor[part] + local[k][part] - then[k]
+                    blended = (blend or 0) * local[k][part] + (1 - (blend or 0)) * anchor[part]
+                    local[k][part] = kept if blend is None else blended
             flying = [c for c in flying if not (c[1] == f and t + 1 in (c[0], steps))]
         for f, part in enumerate(parts):
             if place + 1 == (f + 1) * H // len(parts) or t + 1 == steps:
@@ -64,7 +69,8 @@ def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, d
                 else:
                     anchor[part] = outer_opt[f](anchor[part], mean)
                     for k in range(workers):
-                        local[k][part] = anchor[part]
+                        own = (blend or 0) * local[k][part]
+                        local[k][part] = own + (1 - (blend or 0)) * anchor[part]
     return anchor
 
 

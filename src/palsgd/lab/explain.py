@@ -149,11 +149,13 @@ def pull(ahead: Forecast) -> Iterator[str]:
     if not ahead.mix_prob or not ahead.local or not ahead.learning_rates[1]:
         return
     low, high = ahead.betas
-    if ahead.method.pull is not None:
+    pull = ahead.method.pull
+    if pull is not None:
+        assert not callable(pull)  # settings of the lab are numbers
         yield (
             f"beta = 1 - (1 - pull)^(1 / (mix_prob * {ahead.sync_every})) = {high:.3g}: the share "
             "of the way back to the last global model that a mixing step goes, so that the mixing "
-            f"steps of a round together go {100 * float(ahead.method.pull):.3g}% of it"
+            f"steps of a round together go {100 * pull:.3g}% of it"
         )
         return
     later = "" if low == high else f" at its highest, {low:.2g} at its lowest"

@@ -162,6 +162,7 @@ class StackedRules:
             ledger.distance = distance
         if found.at.fragment == at.fragments - 1:
             at.rounds += 1
+            self._worker.syncer.round_ended()
             self._worker.extend_schedule()
 
     def show(self) -> None:

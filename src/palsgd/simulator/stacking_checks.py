@@ -40,6 +40,8 @@ def check_stackable(model: nn.Module, opt: LocalOptimizer) -> None:
             raise CannotVectorizeError(f"{name} has step hooks")
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise CannotVectorizeError("torch has step hooks for all optimizers")
+    if opt.config.get("average_state"):
+        raise CannotVectorizeError("average_state names tensors of the inner optimizer")
     if any(has_hooks(p) for p in model.parameters()):
         raise CannotVectorizeError("parameters have hooks")
     if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):
