@@ -11,7 +11,7 @@ from palsgd.method import Rate
 # The attributes of `w` beside its functions. No state of a method may have one of these names.
 RESERVED = frozenset(
     ["local", "anchor", "grad", "groups", "inner", "rates", "initial_rates", "rate_sums"]
-) | {"gradient_steps", "worker", "workers", "round"}
+) | {"gradient_steps", "worker", "workers", "round", "clock", "length"}
 
 
 class WorkerTensors:
@@ -36,6 +36,10 @@ class WorkerTensors:
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
         worker, workers: numbers; of stacked workers `worker` is a tensor with one entry for each.
         round: the number of the round; not in `global_model`.
+        clock: steps so far, in `before_gradient` and `after_gradient` only, and so is `length`. In
+            `after_gradient` the step and the steps without data that follow it are counted. Of
+            stacked workers it is a number if all have the same clock, else a tensor.
+        length: the number of steps of the round, H.
     """
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]], **known: Any):
@@ -156,12 +160,3 @@ def _extreme(values: Sequence[Rate], stacked: Callable, plain: Callable) -> Rate
     for value in values[1:]:
         found = stacked(found, torch.as_tensor(value, dtype=torch.float64))
     return found
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)

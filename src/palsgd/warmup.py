@@ -11,14 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from palsgd.buffers import Buffers
 from palsgd.digest import chained, digest
+from palsgd.finite import all_finite
 from palsgd.flat import Buckets
-from palsgd.guard import Guard, WorkerReport
+from palsgd.guard import Guard, Verdict, WorkerReport, nonfinite_step
 from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
 from palsgd.replica import Replica, uncompiled, unwrapped
+from palsgd.transports.levels import leaves_workers_apart
 from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message, Transport
-from palsgd.wrapped import Wrapped
+from palsgd.untrained import Untrained
+from palsgd.wrapped import Wrapped, gradient_bytes
 
 
 class GradientSync(Protocol):
@@ -53,7 +56,8 @@ class Unwatched:
 
 
 class InStep(Unwatched):
-    """For a plain module: `step()` averages the gradients in buckets after backward."""
+    """For a plain module, and for a wrapper inside a worker: `step()` averages the gradients over
+    the workers, in buckets after backward."""
 
     in_step = True
 
@@ -82,14 +86,15 @@ class Hybrid(Unwatched):
             info.__class__ = HSDPMeshInfo if on else FSDPMeshInfo
 
     def averaged_bytes(self, grads: list[Tensor | None]) -> int:
-        return sum(g.nbytes for g in grads if g is not None)
+        return sum(map(gradient_bytes, grads))
 
 
 def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
     """What averages the gradients of this model over the workers in the warm-up."""
     model = uncompiled(model)
     if isinstance(model, DistributedDataParallel):
-        return Wrapped(model)
+        # A wrapper around the ranks of one worker keeps averaging in all phases.
+        return InStep() if leaves_workers_apart(model, transport) else Wrapped(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "a part of the model is wrapped in DistributedDataParallel; wrap the whole model, or "
@@ -145,8 +150,9 @@ class Warmup:
         guard: Guard,
         buffers: Buffers,
         meter: Meter,
+        untrained: Untrained,
     ):
-        self.gradient_sync = gradient_sync
+        self.gradient_sync, self.untrained = gradient_sync, untrained
         self._replica, self.memory, self.guard = replica, memory, guard
         self.buffers, self._meter = buffers, meter
         self.compared = False  # have the workers compared their initial models?
@@ -164,46 +170,132 @@ class Warmup:
     def switch(self, *, on: bool) -> None:
         self.gradient_sync.switch(on=on)
 
-    def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, None]:
+    def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, bool]:
         """Replace each gradient by its mean. A worker without a gradient counts as zero, as in DDP.
-        A parameter that has no gradient on any worker keeps none."""
+        A parameter that has no gradient on any worker keeps none. A sparse gradient is sent dense,
+        and is sparse again afterwards: some inner optimizers take no others. Returns whether the
+        step may be taken: False if a gradient is not finite and such steps are skipped."""
         replica, like = self._replica, self.memory.template
         buckets = self.memory.buckets(self.memory.model)
-        sections = [
-            like.new_tensor([float(p.grad is not None) for p in replica.params]),
-            self.guard.encode(self._report(clock, buckets), like),
-        ]
-        if self.buffers.averaged:
-            sections.append(self.buffers.encode(self.guard.worker, like))
+        sections = self._sections(self._report(clock, buckets))
         sizes, tail = [section.numel() for section in sections], torch.cat(sections)
+        workers, sparse = self.guard.workers, []
+        if workers > 1:  # a single worker's gradients stay as they are
+            _make_dense(replica.params)
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
                 values = self.memory.with_tail(bucket.flat, tail)
                 count((yield Message(values)))
                 tail.copy_(values[-len(tail) :])
-                shares, header, *means = tail.split(sizes)
-                self.guard.check_alike(header, f"the first step (clock {clock})")
+                shares, header, untrained, *means = tail.split(sizes)
+                verdict = self.guard.check_step(header, self._where(clock))
+                self.untrained.check(untrained, self._where(clock))
                 self.compared = True
-                _make_missing(replica.params, shares.tolist())
+                self._set_buffers(torch.cat([like, *means]), verdict)
+                if verdict.contributors < workers:
+                    return False
+                found = shares.tolist()
+                _make_missing(replica.params, found)
+                sparse = [p for p, x in zip(replica.params, found, strict=True) if x > 1]
             else:
                 count((yield Message(bucket.flat)))
-            bucket.write(_or_zeros(replica.grads(), replica.local()))
-        workers = self.guard.workers
-        self.buffers.after_sync(torch.cat([like, *means]), workers, workers)
+            if workers > 1:
+                bucket.write(_or_zeros(replica.grads(), replica.local()))
+        for param in sparse if workers > 1 else []:
+            assert param.grad is not None
+            param.grad = param.grad.to_sparse(sparse_dim=1)  # without rows that are zero
+        return True
+
+    def _where(self, clock: int) -> str:
+        return f"{'a step of the warm-up' if self.compared else 'the first step'} (clock {clock})"
+
+    def _sections(self, report: WorkerReport) -> list[Tensor]:
+        """What is sent behind the first bucket. In the first step that is also what workers compare
+        once, as nothing else compares plain modules. Later there are zeros in its place, so that
+        every step sends the same number of bytes."""
+        like, untrained = self.template, self.untrained
+        sections = [
+            like.new_tensor([_presence(p.grad) for p in self._replica.params]),
+            self.guard.encode(report, like),
+            like.new_zeros(untrained.size) if self.compared else untrained.encode(like),
+        ]
+        if self.buffers.averaged:
+            finite = not report.buffer
+            sections.append(self.buffers.encode(self.guard.worker, like, finite=finite))
+        return sections
+
+    def _set_buffers(self, mean: Tensor, verdict: Verdict) -> None:
+        """Set the buffers to the mean over the workers whose own are finite."""
+        sound = sum(not line.buffer for line in verdict.reports)
+        if sound:
+            self.buffers.after_sync(mean, self.guard.workers, sound)
 
     def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
-        """In the first step the header has a digest of the model, as nothing else compares plain
-        modules. Later the digest is 0, so that every step sends the same number of bytes."""
-        if self.compared:
-            return WorkerReport()
-        found = [clock]
-        for bucket in buckets.ranges:
+        """Whether this worker's gradient is finite, and in the first step a digest of the model."""
+        found = [0 if self.compared else clock]
+        for bucket in [] if self.compared else buckets.ranges:
             bucket.read(self._replica.local())
             found.append(digest(bucket.flat))
         return self.guard.report(
-            chained(found), finite=True, meter=self._meter, device=self._replica.device
+            0 if self.compared else chained(found),
+            finite=all_finite(g for g in self._replica.grads() if g is not None),
+            meter=self._meter,
+            device=self._replica.device,
+            buffer=self.buffers.nonfinite(),
         )
+
+    def may_step(self, clock: int) -> bool:
+        """May the step be taken with gradients that backward() has averaged? They are the same on
+        all workers, so no message is needed."""
+        report = self.guard.report(
+            0,
+            finite=all_finite(g for g in self._replica.grads() if g is not None),
+            meter=self._meter,
+            device=self._replica.device,
+        )
+        if not report.finite and not self.guard.skip_nonfinite:
+            raise nonfinite_step("the averaged gradient of all workers", self._where(clock))
+        return report.finite
+
+    def open_local_phase(
+        self, report: WorkerReport, clock: int, count: Callable[[int], None]
+    ) -> Generator[Request, int, None]:
+        """Compare the workers' models before the local phase. Buffers that were not averaged with
+        the gradients are averaged now."""
+        like, guard = self.template, self.guard
+        averages = self.buffers.averaged and not self.in_step and clock > 0
+        sections = [guard.encode(report, like), self.untrained.encode(like)]
+        if averages:
+            sections.append(self.buffers.encode(guard.worker, like, finite=report.finite))
+        message = Message(torch.cat(sections))
+        count((yield message))
+        header, untrained, *means = message.values.split([len(each) for each in sections])
+        where = f"the start of the local phase (clock {clock})"
+        verdict = guard.check(header, where)
+        self.untrained.check(untrained, where)
+        self.compared = True
+        if averages:
+            self.buffers.after_sync(means[0], guard.workers, verdict.contributors)
+        else:
+            self.buffers.set_from_local()
+
+
+_SPARSE = float(2**20)  # more than all workers' dense gradients can add up to
+
+
+def _presence(grad: Tensor | None) -> float:
+    """How a worker says whether it has a gradient. The mean over the workers is above 1 if some
+    worker's gradient is sparse."""
+    if grad is None:
+        return 0.0
+    return _SPARSE if grad.is_sparse else 1.0
+
+
+def _make_dense(params: list[Tensor]) -> None:
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
 
 
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:
@@ -215,4 +307,5 @@ def _make_missing(params: list[Tensor], shares: list[float]) -> None:
 
 
 def _or_zeros(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+    return [g.to_dense() if g.is_sparse else g for g in found]

@@ -25,7 +25,7 @@ from palsgd.simulator.stacked_view import (
     total_squares,
 )
 from palsgd.sync import Syncer, due_parts, unflattened
-from palsgd.tensors import Reduced, WorkerTensors, column
+from palsgd.tensors import Reduced, WorkerTensors, column, mix_
 from palsgd.transports.in_memory import average_in_memory
 from palsgd.transports.transport import Message
 from palsgd.worker import Worker
@@ -99,7 +99,7 @@ class StackedSyncer:
         w = self._tensors(at, chosen)
         payload = self._method.payload(w)
         parts = due_parts(self._method, payload, at.round, w)
-        finite, distance, plain = self._look_at(w, parts)
+        finite, distance, plain = self._look_at(w, payload, parts)
         weight = self._per_worker(payload.weight)
         pending = StackedPending(
             at=at,
@@ -145,7 +145,7 @@ class StackedSyncer:
         return found
 
     def _look_at(
-        self, w: WorkerTensors, parts: list[Part]
+        self, w: WorkerTensors, payload: Payload, parts: list[Part]
     ) -> tuple[list[bool], list[float], list[Tensor] | None]:
         """Which workers are finite, the distance of each to the anchor, and, if the displacement is
         a plain mean over all workers, that mean. All come from one pass over the local models."""
@@ -166,7 +166,13 @@ class StackedSyncer:
         finite = torch.tensor(seen).isfinite().tolist()
         if not all(finite):
             finite = self._finite_rows(own)
+        finite = [a and b for a, b in zip(finite, self._finite_numbers(payload), strict=True)]
         return finite, distance, means if averaged and all(finite) else None
+
+    def _finite_numbers(self, payload: Payload) -> list[bool]:
+        """Which workers have a finite weight and finite scalars."""
+        numbers = [self._per_worker(each) for each in (payload.weight, *payload.scalars.values())]
+        return torch.stack(numbers).isfinite().all(dim=0).tolist()
 
     def _own_tensors(self, w: WorkerTensors, parts: list[Part]) -> list[Tensor]:
         """The tensors that the method sends beside the displacement."""
@@ -188,7 +194,12 @@ class StackedSyncer:
         """This run's floating-point buffers, if they are sent."""
         if not self._syncer.buffers.averaged:
             return []
-        return [b for b in self._own_buffers().values() if b.is_floating_point()]
+        return [b for b in self._sent_buffers().values() if b.is_floating_point()]
+
+    def _sent_buffers(self) -> dict[str, Tensor]:
+        """This run's buffers without masks, which are no statistics."""
+        masks = {f"model.{name}" for name in self._syncer.buffers.masks}
+        return {name: b for name, b in self._own_buffers().items() if name not in masks}
 
     def _own_buffers(self) -> dict[str, Tensor]:
         names = list(self._buffers)
@@ -201,7 +212,7 @@ class StackedSyncer:
         """The new buffers: for floats the mean over the workers that take part, for integers worker
         0's."""
         dtype, found = self._anchor.flat.dtype, {}
-        for name, buffer in self._own_buffers().items():
+        for name, buffer in self._sent_buffers().items():
             if buffer.is_floating_point():
                 rows = buffer if all(finite) else buffer[torch.tensor(finite)]
                 found[name] = rows.to(dtype).mean(dim=0)
@@ -349,12 +360,15 @@ class StackedSyncer:
                 self._start_over(k, pending.at.round)
 
     def _move_on(self, pending: StackedPending) -> None:
-        """Set each local model to the anchor plus its change since it was sent."""
+        """Set each local model to the anchor plus its change since it was sent, or blend it with
+        the anchor."""
         fragment = pending.at.fragment
         chosen = self.view.everyone(fragment)
         local = chosen.take(self.view.own(self.stack.params))
         anchor = self._anchor.pieces(fragment)
-        if pending.local_when_sent is None:
+        if self._syncer.blend is not None:
+            mix_(local, anchor, torch.full((self._workers,), 1.0 - self._syncer.blend).double())
+        elif pending.local_when_sent is None:
             for x, a in zip(local, anchor, strict=True):
                 x.copy_(a)
         else:

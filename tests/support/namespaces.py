@@ -1,28 +1,42 @@
-"""Worker processes in a network namespace of their own, where the kernel counts every byte they
-send and nobody else sends one."""
+"""Tests that need network namespaces, and worker processes in one, where the kernel counts every
+byte that they send and nobody else sends one."""
 
 import ctypes
+import functools
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from palsgd.lab.links import unavailable
 from support.world import World
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
-def can_be_used() -> bool:
-    """Not for a user who may not make namespaces. Root must be able to, so a test that needs them
-    fails there instead of being skipped."""
-    return sys.platform == "linux" and os.getuid() == 0
+def may_make_namespaces() -> bool:
+    return os.geteuid() == 0
 
 
-needs_namespace = pytest.mark.skipif(not can_be_used(), reason="needs root on Linux")
+def needs_namespaces(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a test that needs network namespaces. Setting them up makes each of these slow. A user
+    may not make namespaces, so the test is skipped; root may, so where they do not work the test
+    fails and says why."""
+    if not may_make_namespaces():
+        return pytest.mark.slow(pytest.mark.skip(reason=str(unavailable()))(test))
+
+    @functools.wraps(test)
+    def with_namespaces(*args: Any, **kwargs: Any) -> Any:
+        reason = unavailable()
+        if reason is not None:
+            pytest.fail(reason)
+        return test(*args, **kwargs)
+
+    return pytest.mark.slow(with_namespaces)
 
 
 @contextmanager
