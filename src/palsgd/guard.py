@@ -31,6 +31,7 @@ class WorkerReport:
     digest: int = 0  # 32 bits of its anchor
     finite: bool = True  # is its local model finite?
     finished: bool = False  # has its training loop come to its end?
+    idle: bool = False  # has it finished and taken no step since the last sync?
     seconds: float = 0.0  # seconds of its last exchange, waiting included
     gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
     model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
@@ -56,7 +57,7 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike)
+        flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike) + 8 * mine.idle
         flags += min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT
         line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
         line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
@@ -80,6 +81,7 @@ def _report(line: list[float]) -> WorkerReport:
         finite=not whole[2] & 1,
         finished=bool(whole[2] & 2),
         alike=not whole[2] & 4,
+        idle=bool(whole[2] & 8),
         seconds=line[3],
         gradient=whole[4] + (whole[5] << 16),
         model=whole[6] + (whole[7] << 16),
@@ -108,6 +110,7 @@ class Guard:
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
         self._buffers = buffers  # the names of those that are averaged
+        self.finished = False  # is the sync that is sent the one of finish()?
         # Must no two workers compute the same?
         self.compares_work = not same_data and transport.workers > 1
         self.awaits_gradient = self.compares_work  # the next gradient is to be compared
@@ -125,6 +128,7 @@ class Guard:
         steps: int = 0,
         step_s: float = 0.0,
         buffer: int = 0,
+        idle: bool = False,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report. `buffer` is the number of a buffer that is not finite; 0: none."""
@@ -140,6 +144,8 @@ class Guard:
             gradient=_whole(gradients, sharded),
             model=0 if any(broken) else _whole(models, sharded),
             steps=steps,
+            finished=self.finished,
+            idle=self.finished and idle,
             sync_s=sync_s,
             step_s=step_s,
             alike=sharded or any(broken) or len(set(zip(digests, models, strict=True))) == 1,
@@ -160,6 +166,7 @@ class Guard:
         """Raise unless the sync may go ahead."""
         reports = self.header.decode(header)
         check_ranks(reports, where)
+        check_finished(reports, where)
         if self.compares:
             check_consensus(reports, where)
         contributors = check_finite(reports, where, self.skip_nonfinite, self._buffers)
@@ -202,6 +209,24 @@ class Verdict:
     contributors: int  # workers whose model is in the mean
     reports: list[WorkerReport]
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Have all workers finished, and none taken a step since the last sync?"""
+        return all(line.idle for line in self.reports)
+
+
+def check_finished(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every worker if some have finished and others have not."""
+    done = [worker for worker, line in enumerate(reports) if line.finished]
+    others = [worker for worker, line in enumerate(reports) if not line.finished]
+    if done and others:
+        raise ConsensusError(
+            f"{named_workers(done)} of {len(reports)} called finish() while "
+            f"{named_workers(others)} came to "
+            f"{where}; nothing was averaged. Their loops differ in length: end them all at one "
+            "clock with palsgd.until(), or give every worker equally many batches"
+        )
+
 
 def _whole(digests: list[float], sharded: bool) -> int:
     """The digest of a worker's model from those of its ranks: chained if they hold parts of the
@@ -216,7 +241,8 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
     odd = [worker for worker, line in enumerate(reports) if line.digest != common]
     if odd:
         raise ConsensusError(
-            f"{named_workers(odd)} of {len(reports)} hold another global model than the rest at "
+            f"{named_workers(odd)} of {len(reports)} hold{'s' * (len(odd) == 1)} another global "
+            "model than the rest at "
             f"{where}; nothing was averaged. Start every worker from the same weights (same seed, "
             "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
             "from one checkpoint"

@@ -21,7 +21,7 @@ from palsgd.transports.levels import leaves_workers_apart
 from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message, Transport
 from palsgd.untrained import Untrained
-from palsgd.wrapped import Wrapped
+from palsgd.wrapped import Wrapped, gradient_bytes
 
 
 class GradientSync(Protocol):
@@ -86,7 +86,7 @@ class Hybrid(Unwatched):
             info.__class__ = HSDPMeshInfo if on else FSDPMeshInfo
 
     def averaged_bytes(self, grads: list[Tensor | None]) -> int:
-        return sum(g.nbytes for g in grads if g is not None)
+        return sum(map(gradient_bytes, grads))
 
 
 def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
@@ -172,12 +172,16 @@ class Warmup:
 
     def average(self, clock: int, count: Callable[[int], None]) -> Generator[Request, int, bool]:
         """Replace each gradient by its mean. A worker without a gradient counts as zero, as in DDP.
-        A parameter that has no gradient on any worker keeps none. Returns whether the step may be
-        taken: False if a gradient is not finite and such steps are skipped."""
+        A parameter that has no gradient on any worker keeps none. A sparse gradient is sent dense,
+        and is sparse again afterwards: some inner optimizers take no others. Returns whether the
+        step may be taken: False if a gradient is not finite and such steps are skipped."""
         replica, like = self._replica, self.memory.template
         buckets = self.memory.buckets(self.memory.model)
         sections = self._sections(self._report(clock, buckets))
         sizes, tail = [section.numel() for section in sections], torch.cat(sections)
+        workers, sparse = self.guard.workers, []
+        if workers > 1:  # a single worker's gradients stay as they are
+            _make_dense(replica.params)
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
@@ -189,12 +193,18 @@ class Warmup:
                 self.untrained.check(untrained, self._where(clock))
                 self.compared = True
                 self._set_buffers(torch.cat([like, *means]), verdict)
-                if verdict.contributors < self.guard.workers:
+                if verdict.contributors < workers:
                     return False
-                _make_missing(replica.params, shares.tolist())
+                found = shares.tolist()
+                _make_missing(replica.params, found)
+                sparse = [p for p, x in zip(replica.params, found, strict=True) if x > 1]
             else:
                 count((yield Message(bucket.flat)))
-            bucket.write(_or_zeros(replica.grads(), replica.local()))
+            if workers > 1:
+                bucket.write(_or_zeros(replica.grads(), replica.local()))
+        for param in sparse if workers > 1 else []:
+            assert param.grad is not None
+            param.grad = param.grad.to_sparse(sparse_dim=1)  # without rows that are zero
         return True
 
     def _where(self, clock: int) -> str:
@@ -206,7 +216,7 @@ class Warmup:
         every step sends the same number of bytes."""
         like, untrained = self.template, self.untrained
         sections = [
-            like.new_tensor([float(p.grad is not None) for p in self._replica.params]),
+            like.new_tensor([_presence(p.grad) for p in self._replica.params]),
             self.guard.encode(report, like),
             like.new_zeros(untrained.size) if self.compared else untrained.encode(like),
         ]
@@ -271,6 +281,23 @@ class Warmup:
             self.buffers.set_from_local()
 
 
+_SPARSE = float(2**20)  # more than all workers' dense gradients can add up to
+
+
+def _presence(grad: Tensor | None) -> float:
+    """How a worker says whether it has a gradient. The mean over the workers is above 1 if some
+    worker's gradient is sparse."""
+    if grad is None:
+        return 0.0
+    return _SPARSE if grad.is_sparse else 1.0
+
+
+def _make_dense(params: list[Tensor]) -> None:
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
+
+
 def _make_missing(params: list[Tensor], shares: list[float]) -> None:
     """Make a gradient of zeros for each parameter that has one on another worker only. `shares` has
     the share of workers with a gradient, for each parameter."""
@@ -280,4 +307,5 @@ def _make_missing(params: list[Tensor], shares: list[float]) -> None:
 
 
 def _or_zeros(grads: list[Tensor | None], like: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+    found = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
+    return [g.to_dense() if g.is_sparse else g for g in found]

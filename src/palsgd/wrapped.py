@@ -17,6 +17,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
+def gradient_bytes(grad: Tensor | None) -> int:
+    """What DistributedDataParallel sends of a gradient: of a sparse one, places and values."""
+    if grad is None:
+        return 0
+    return grad._indices().nbytes + grad._values().nbytes if grad.is_sparse else grad.nbytes
+
+
 class HookState:
     """What the hook of one DistributedDataParallel must know."""
 
@@ -35,7 +42,7 @@ class HookState:
         assert model is not None
         workers = dist.get_world_size(model.process_group)
         if workers > 1:
-            self.bytes += buffer.nbytes
+            self.bytes += gradient_bytes(buffer)
         buffer = buffer.div_(workers) if model.gradient_as_bucket_view else buffer.mul_(1 / workers)
         work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
@@ -153,7 +160,7 @@ class Wrapped:
         """The bytes that were handed over to be averaged since the last call. Without our hook they
         are those of one backward pass."""
         if self._hook is None:
-            return sum(g.nbytes for g in grads if g is not None)
+            return sum(map(gradient_bytes, grads))
         found, self._hook.bytes = self._hook.bytes, 0
         return found
 

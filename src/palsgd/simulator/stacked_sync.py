@@ -24,7 +24,7 @@ from palsgd.simulator.stacked_view import (
     total_squares,
 )
 from palsgd.sync import Syncer, due_parts, unflattened
-from palsgd.tensors import Reduced, WorkerTensors, column
+from palsgd.tensors import Reduced, WorkerTensors, column, mix_
 from palsgd.transports.in_memory import average_in_memory
 from palsgd.transports.transport import Message
 from palsgd.worker import Worker
@@ -333,12 +333,15 @@ class StackedSyncer:
                 self._start_over(k, pending.at.round)
 
     def _move_on(self, pending: StackedPending) -> None:
-        """Set each local model to the anchor plus its change since it was sent."""
+        """Set each local model to the anchor plus its change since it was sent, or blend it with
+        the anchor."""
         fragment = pending.at.fragment
         chosen = self.view.everyone(fragment)
         local = chosen.take(self.view.own(self.stack.params))
         anchor = self._anchor.pieces(fragment)
-        if pending.local_when_sent is None:
+        if self._syncer.blend is not None:
+            mix_(local, anchor, torch.full((self._workers,), 1.0 - self._syncer.blend).double())
+        elif pending.local_when_sent is None:
             for x, a in zip(local, anchor, strict=True):
                 x.copy_(a)
         else:

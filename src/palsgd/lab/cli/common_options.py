@@ -39,6 +39,14 @@ SyncEvery = Annotated[
 ]
 MixProb = Annotated[float | None, typer.Option(help="p.", show_default="the recipe's")]
 MixRate = Annotated[float | None, typer.Option(help="eta.", show_default="the recipe's")]
+Pull = Annotated[
+    float | None,
+    typer.Option(
+        help="Instead of --mix-rate: the share of a round's displacement that its mixing steps "
+        "take back.",
+        show_default="the recipe's",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="All workers in this process, on one device.")
