@@ -312,3 +312,14 @@ def test_settings_of_the_averaged_state_that_cannot_work_are_refused(rules, mess
     model = linear()
     with pytest.raises(ValueError, match=message):
         alone_with(model, sgd(model), **rules)
+
+
+def test_the_vectorized_engine_says_that_it_does_not_average_inner_state():
+    with pytest.raises(ValueError, match="average_state names tensors of the inner optimizer"):
+        palsgd.simulate(
+            workers=2, steps=4, model=linear, loss=lambda m, b: m(b[0]).sum(),
+            data=lambda k: iter(batches(k)), vectorize=True,
+            method=lambda m: palsgd.LocalSGD(
+                m, sgd(m, momentum=0.9), sync_every=2, average_state=("momentum_buffer",)
+            ),
+        )  # fmt: skip
