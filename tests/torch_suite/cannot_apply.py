@@ -2,7 +2,32 @@
 
 import re
 
-CANNOT_APPLY: list[tuple[str, str]] = []
+CANNOT_APPLY: list[tuple[str, str]] = [
+    (
+        r"_LBFGS_|test_second_order_optims_return_consistent_types",
+        "LBFGS calls its closure several times within a step; a step here has one gradient",
+    ),
+    (
+        r"\.test_complex(_2d)?_",
+        "complex parameters are refused",
+    ),
+    (
+        r"\.test_step_all_hooks_",
+        "hooks for all optimizers run for the wrapper and for the optimizer inside it",
+    ),
+    (
+        r"\.test_(foreach|fused)_matches_forloop_",
+        "the test freezes a layer after the optimizer was built, which is refused at the next sync",
+    ),
+    (
+        r"\.test_fused_error_on_params_on_meta_",
+        "parameters on the meta device have no values that workers could compare",
+    ),
+    (
+        r"\.test_errors_",
+        "the test builds optimizers without a trainable parameter, which are refused",
+    ),
+]
 
 
 def reason_of(name: str) -> str | None:
