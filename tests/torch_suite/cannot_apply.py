@@ -27,6 +27,10 @@ CANNOT_APPLY: list[tuple[str, str]] = [
         r"\.test_errors_",
         "the test builds optimizers without a trainable parameter, which are refused",
     ),
+    (
+        r"\.test_add_param_group_",
+        "parameters cannot be added to a palsgd optimizer; a new one is built instead",
+    ),
 ]
 
 
