@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from palsgd.checks import check_choice
 from palsgd.finite import all_finite
 from palsgd.replica import unwrapped
+from palsgd.transports.transport import Transport
 
 POLICIES = ("average", "local", "recompute")
 _PIECE = 1 << 16  # integers are sent as 16-bit pieces, which a float32 mean keeps exact
@@ -25,12 +26,14 @@ class Buffers:
     it.
     """
 
-    def __init__(self, model: nn.Module, policy: str):
+    def __init__(self, model: nn.Module, policy: str, transport: Transport | None = None):
         check_choice("buffers", policy, POLICIES)
         self.policy = policy
         self.averaged = policy == "average"
         model = unwrapped(model)
         self._slots = persistent_buffers(model)
+        several = transport is not None and transport.inside is not None and bool(self._slots)
+        self._ranks = transport if several else None  # the ranks of this worker, if it has several
         self._masks = {slot for slot in self._slots if _is_mask(getattr(*slot))}
         prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._names = {slot: prefixes[slot[0]] + slot[1] for slot in self._slots}
@@ -77,6 +80,7 @@ class Buffers:
 
     def encode(self, worker: int, like: Tensor, *, finite: bool = True) -> Tensor:
         """The flat values that this worker sends. Unless `finite`, zeros replace its floats."""
+        self._unite_ranks(like)
         parts = [like.new_empty(0)]
         for buffer in self._floats:
             flat = buffer.reshape(-1).to(like.dtype)
@@ -84,6 +88,17 @@ class Buffers:
         for buffer in self._integers:
             parts += [p.to(like.dtype) * (worker == 0) for p in _split(buffer)]
         return torch.cat(parts)
+
+    def _unite_ranks(self, like: Tensor) -> None:
+        """Give all ranks of this worker the same buffers: the mean of their floats, and the
+        integers of the first rank. Between syncs each rank's own batches change them."""
+        if self._ranks is not None:
+            for kind, dtype in ((self._floats, like.dtype), (self._integers, torch.int64)):
+                flat = [like.new_empty(0, dtype=dtype), *(b.reshape(-1).to(dtype) for b in kind)]
+                rows = self._ranks.gather_inside(torch.cat(flat))
+                found = rows.mean(0) if dtype.is_floating_point else rows[0]
+                for buffer, part in zip(kind, found.split([b.numel() for b in kind]), strict=True):
+                    buffer.copy_(part.view(buffer.shape))
 
     def decode(self, mean: Tensor, workers: int, contributors: int) -> None:
         """Set the local and the global buffers from the mean over `workers`, of which

@@ -32,12 +32,12 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
     their mesh calls the tensors replicas. The ranks of a worker write their shards into its folder.
     """
     tensors: dict[str, Tensor] = {}
-    contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
-    # bytes are one leaf, which dcp does not flatten
-    skeleton = pickle.dumps(_take_out(contents, "", tensors))
     import torch.distributed.checkpoint as dcp  # takes seconds
 
-    with _quiet():
+    with _quiet(), opt.training_state():
+        contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
+        # bytes are one leaf, which dcp does not flatten
+        skeleton = pickle.dumps(_take_out(contents, "", tensors))
         dcp.save(
             tensors | {_skeleton_key(opt): skeleton},
             checkpoint_id=_place(folder, opt),

@@ -270,6 +270,7 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
     syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
     memory, guard = worker.warmup.memory, worker.warmup.guard
     payload = payload or Payload()
+    averaged = 0 if syncer is None or syncer.averaged is None else len(syncer.averaged.names)
     ranges = [memory.model] if syncer is None else syncer.anchor.ranges
     return PayloadSize(
         fragments=[len(part) for part in ranges],
@@ -284,5 +285,5 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
         codec=None if syncer is None else syncer.codec,
         displacement=False,  # if it is sent, it is among the parts
         gathered=worker.method.overrides("weights"),
-        parts=part_sizes(payload),
+        parts=part_sizes(payload) + (PartSize(coded=False),) * averaged,
     )

@@ -85,6 +85,16 @@ class Replica:
     def grads(self) -> list[Tensor | None]:
         return [None if p.grad is None else local_tensor(p.grad) for p in self.params]
 
+    def flat_grads(self) -> list[Tensor]:
+        """The gradients that there are, each in one dimension; of a sparse one its values."""
+        found = []
+        for i, grad in enumerate(self.grads()):
+            if grad is not None and grad.layout is torch.strided:
+                found.append(self.layout.flattened(i, grad))
+            elif grad is not None:
+                found.append(grad.coalesce().values().reshape(-1))
+        return found
+
     def describe(self) -> str:
         """Names, types and unsharded shapes of the tensors: a text that is equal on all ranks that
         exchange with this one."""

@@ -65,6 +65,7 @@ def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
             sync_every=worker.facts.sync_every,
             groups=len(worker.inner.optimizer.param_groups),
         )
+    state = {"data": None} | state  # older states have no loader in them
     _check_schema(state)
     for field in SCHEMA:
         field.load(of, state[field.name], strict)
@@ -261,6 +262,22 @@ def _load_scheduler(of: Parts, saved: Any, strict: bool) -> None:
         scheduler.load_state_dict(saved)
 
 
+def _save_outer_scheduler(of: Parts) -> Any:
+    syncer = of.worker._syncer
+    scheduler = None if syncer is None else syncer.outer_scheduler
+    return None if scheduler is None else scheduler.state_dict()
+
+
+def _load_outer_scheduler(of: Parts, saved: Any, strict: bool) -> None:
+    """Load the schedule of the outer learning rate, and set the rate to where it stood."""
+    syncer = of.worker._syncer
+    if syncer is None or syncer.outer_scheduler is None or saved is None:
+        return
+    syncer.outer_scheduler.load_state_dict(saved)
+    for group, lr in zip(syncer.outer.param_groups, saved["_last_lr"], strict=True):
+        group["lr"] = lr
+
+
 # -- what belongs to a rank --------------------------------------------------------------------
 
 
@@ -381,6 +398,10 @@ def _load_buffers(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     of.worker.warmup.buffers.load(saved)
 
 
+def _load_data(of: Parts, saved: Any, strict: bool) -> None:
+    of.worker.feed.resume(saved)
+
+
 def _load_ledger(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     of.worker.ledger.load(saved)
 
@@ -423,6 +444,14 @@ SCHEMA = (
     Field(
         "scheduler", "worker", "numbers", "the learning-rate schedule",
         _save_scheduler, _load_scheduler,
+    ),
+    Field(
+        "outer_scheduler", "global", "numbers", "the schedule of the outer learning rate",
+        _save_outer_scheduler, _load_outer_scheduler,
+    ),
+    Field(
+        "data", "worker", "any", "the state of the loader of until(), if the loader has one",
+        lambda of: of.worker.feed.state(), _load_data,
     ),
     Field(
         "ledger", "rank", "numbers", "what the worker did",

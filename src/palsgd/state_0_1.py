@@ -47,6 +47,7 @@ def converted(
         },
         **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
         "scheduler": state["scheduler"],
+        "outer_scheduler": None,
         "method": None,
         "ledger": state["ledger"],
         "rank": {

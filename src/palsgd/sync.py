@@ -2,7 +2,8 @@
 
 A sync is of the whole model or of one fragment. Its two halves are `send` and `apply`; `sync` does
 both at one clock. With `delay`, steps lie between the halves, and the local model keeps its change
-since it was sent: x_k <- x + (x_k - x_k when it was sent).
+since it was sent: x_k <- x + (x_k - x_k when it was sent). With `blend` b, x_k <- b x_k + (1 - b) x
+in either case.
 
 All messages are exchanged before the anchor is changed, so that the loss of a peer cannot leave a
 part of a sync applied. If a worker applied its messages one by one and lost a peer after the second
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
@@ -34,7 +36,7 @@ from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
 from palsgd.passes import can_divide, displaced, divided_step
 from palsgd.payload import wire_bytes
-from palsgd.tensors import Reduced, WorkerTensors
+from palsgd.tensors import Reduced, WorkerTensors, mix_
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message
 
@@ -52,6 +54,7 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    idle: bool = False  # has the worker taken no step since the last sync of this fragment?
     taken: int = 0  # gradient steps of this worker since the start of training
 
 
@@ -114,32 +117,40 @@ class Syncer:
         view: MethodView,
         inner: Optimizer,
         outer: Optimizer,
+        outer_scheduler: Any,
         buffers: Buffers,
         guard: Guard,
         memory: MessageMemory,
         meter: Meter,
         codec: Codec | None,
         delayed: bool,
+        blend: float | None,
+        averaged: AveragedState | None,
     ):
         self.method, self.view, self.inner, self.outer = method, view, inner, outer
         self.replica, self.anchor, self.states = view.replica, view.anchor, view.states
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
-        self.codec = codec
+        self.codec, self.blend, self.averaged = codec, blend, averaged
+        self.outer_scheduler = outer_scheduler  # stepped once per round
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
+        # Without a common anchor equal displacements are no equal models.
+        self.compares_models = guard.compares and guard.compares_work
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
         # trained before the means are applied, or is read by the method's own rules.
         self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
+        rules = rules or averaged is not None or blend is not None
         self.rules, self.whole = rules, delayed or self._low or rules
 
     # -- the two halves ------------------------------------------------------------------------
 
-    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send a fragment and apply its mean at the same clock."""
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome | None]:
+        """Send a fragment and apply its mean at the same clock. None if there was nothing to
+        apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -160,22 +171,27 @@ class Syncer:
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+            return None
         return self._conclude(pending, arrival, start)
 
-    def send(self, at: Moment) -> Generator[Request, int, None]:
+    def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
-        model is trained until then."""
+        model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-        kept.read(self.replica.local())
-        pending.local_when_sent = kept.flat
+        if trains:
+            kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
+            kept.read(self.replica.local())
+            pending.local_when_sent = kept.flat
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
-    def apply(self) -> Generator[Request, int, Outcome]:
-        """Wait for the means of the pending sync and apply them."""
+    def apply(self) -> Generator[Request, int, Outcome | None]:
+        """Wait for the means of the pending sync and apply them. None if there was nothing to
+        apply."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -189,9 +205,19 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        outcome = self._conclude(pending, arrival, start)
+        outcome = None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+        else:
+            outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _drop(self, pending: PendingSync) -> None:
+        """Leave all as it is, as no worker has taken a step. The local model is equal to the
+        anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
+        if not self.method.overrides("restart"):
+            self.anchor.copy_to_local(pending.at.fragment)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -206,13 +232,19 @@ class Syncer:
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
         parts = due_parts(self.method, payload, at.round, w)
+        if self.averaged is not None:
+            parts += self.averaged.parts(w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
             digest, moved, first = None, None, not pending.messages
             if bucket is not None:
                 alone = first and not self._parks(at.fragment)
                 found = displaced(
-                    bucket, self.anchor, self.replica.local(), with_digest=alone, with_moved=first
+                    bucket,
+                    self.anchor,
+                    self.replica.local(),
+                    with_digest=alone,
+                    with_moved=first and self.compares_models,
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
@@ -279,7 +311,7 @@ class Syncer:
         if fragment == 0:
             self._moved = {}
         self._moved[fragment] = moved
-        if len(self._moved) < len(self.anchor.ranges) or not self.guard.compares:
+        if len(self._moved) < len(self.anchor.ranges):
             return 0
         return self._moved[0] if fragment == 0 else chained(self._moved.values())
 
@@ -314,6 +346,7 @@ class Syncer:
             meter=self.meter,
             model=model,
             steps=pending.at.taken,
+            idle=pending.at.idle,
             device=self.replica.device,
             step_s=pending.at.step_s,
             buffer=self.buffers.nonfinite(),
@@ -424,6 +457,7 @@ class Syncer:
             for param, mean in zip(params, parts["model"], strict=True):
                 param.grad = mean
         w = self._tensors(at, lambda: self._pieces_as_sent(pending))
+        means = {} if self.averaged is None else self.averaged.take(parts)
         try:
             with divided_step(self.outer, pending.messages[0].divisor):
                 self.method.apply(w, Reduced(parts, scalars, contributors), self.outer)
@@ -432,6 +466,8 @@ class Syncer:
                 param.grad = None
         if "inner" in vars(w):  # the method has used it
             w.inner.put_back()
+        if self.averaged is not None:
+            self.averaged.apply(at.fragment, means, w, self.blend)
         self.states.keep_scalars(w)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
@@ -486,10 +522,18 @@ class Syncer:
             self.method.restart(w)
             self.anchor.put_back(fragment, w.local, [t.detach() for t in self.replica.local()])
             self.states.keep_scalars(w)
+        elif self.blend is not None:
+            self._blend(fragment, self.blend)
         elif pending.local_when_sent is None:
             self.anchor.copy_to_local(fragment)
         else:
             self._keep_local_progress(fragment, pending.local_when_sent)
+
+    def _blend(self, fragment: int, share: float) -> None:
+        """x_k <- share x_k + (1 - share) x."""
+        local = self.view.local_pieces(fragment)
+        mix_(local, self.anchor.pieces(fragment), 1.0 - share)
+        self.anchor.put_back(fragment, local, [t.detach() for t in self.replica.local()])
 
     def _keep_local_progress(self, fragment: int, when_sent: Tensor) -> None:
         """x_k <- x + (x_k - x_k when it was sent)."""
@@ -506,6 +550,15 @@ class Syncer:
         self.method.join(w)
         self.states.keep_scalars(w)
         forget_nonfinite(self.inner)
+        if self.averaged is not None:
+            self.averaged.copy_to_local()
+
+    def round_ended(self) -> None:
+        """All fragments of a round have been applied."""
+        if self.outer_scheduler is not None:
+            self.outer_scheduler.step()
+        if self.averaged is not None:
+            self.averaged.round_ended()
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
         return self.view.fragment(

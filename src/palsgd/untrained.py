@@ -30,7 +30,7 @@ class Untrained:
         self._frozen = [p for p in model.parameters() if p not in trained]
         self._slots = list(_buffer_slots(model))
         self._worker, self._workers = transport.worker, transport.workers
-        self._combine, self._device = transport.combine, replica.device
+        self._gather_inside, self._device = transport.gather_inside, replica.device
         self.size = UNTRAINED * transport.workers
         self._built = self._buffers()
 
@@ -40,10 +40,10 @@ class Untrained:
     def encode(self, like: Tensor) -> Tensor:
         """This worker's digests in its own place, as 16-bit halves, and zeros in all others."""
         digests = [contents_digest(self._frozen), self._built, self._buffers()]
-        whole = torch.tensor(digests, device=self._device)
-        self._combine(whole)  # the digests of its shards, if it has several ranks
+        rows = self._gather_inside(torch.tensor(digests, device=self._device))
+        whole = [chained(column) for column in rows.T.tolist()]  # of all ranks of this worker
         section = like.new_zeros(self._workers, UNTRAINED)
-        halves = [half for d in whole.tolist() for half in (d & 0xFFFF, d >> 16 & 0xFFFF)]
+        halves = [half for d in whole for half in (d & 0xFFFF, d >> 16 & 0xFFFF)]
         section[self._worker] = torch.tensor(halves, dtype=like.dtype)
         return section.view(-1)
 

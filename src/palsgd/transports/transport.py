@@ -92,6 +92,7 @@ class Transport(ABC):
         workers: how many there are.
         rank_inside: the number of this rank among the ranks of this worker.
         inside: the process group of the ranks of this worker, if it has several.
+        sharded: does each of them hold a part of the model, instead of a copy?
         shares_code: do all workers run in this process, with the same code and versions?
 
     Example:
@@ -112,6 +113,7 @@ class Transport(ABC):
     workers: int = 1  # how many there are
     rank_inside: int = 0  # the number of this rank among the ranks of this worker
     inside: "ProcessGroup | None" = None  # the ranks of this worker, if it has several
+    sharded: bool = False  # does each of them hold a part of the model, instead of a copy?
     shares_code: bool = False  # do all workers run in this process?
 
     @abstractmethod
@@ -160,13 +162,13 @@ class Transport(ABC):
         """Prepare for `start` with messages on `device`. All workers call this once if the delay is
         not 0."""
 
-    def combine(self, values: Tensor) -> None:  # noqa: B027
-        """Sum a small integer tensor over the ranks of this worker, in place. A worker of one rank
-        has nothing to do."""
+    def gather_inside(self, row: Tensor) -> Tensor:
+        """The rows that all ranks of this worker give, in the order of the ranks."""
+        return row[None]
 
     def sum_over_shards(self, values: Tensor) -> None:  # noqa: B027
         """Sum a small floating-point tensor, such as squared norms of shards, over the ranks of
-        this worker, in place. A worker of one rank has nothing to do."""
+        this worker, in place. A worker whose ranks hold copies has nothing to do."""
 
     def check(self, codec: Codec | None) -> None:
         """Raise an UnsupportedError if messages with `codec` need a method that this transport
