@@ -22,6 +22,7 @@ from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.sync import Syncer
 from palsgd.transports.transport import Transport
+from palsgd.untrained import Untrained
 from palsgd.warmup import Warmup, gradient_sync
 from palsgd.worker import Worker
 
@@ -38,17 +39,20 @@ def build_worker(
     """A worker that has not taken a step. A worker without rounds (DDP) has no anchor and no
     syncer."""
     meter = Meter(Ledger(), replica.device)
-    buffers = Buffers(model, options.buffers)
+    buffers = Buffers(model, options.buffers, transport)
+    untrained = Untrained(model, replica, transport)
     guard = Guard(
         transport,
         with_costs=options.auto is not None,
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
+        same_data=options.same_data,
+        buffers=list(buffers.statistics),
     )
     memory = MessageMemory(
         replica,
         bucket_size=max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize),
-        tail=guard.header.size + len(replica.params) + buffers.encoded_size,
+        tail=guard.header.size + len(replica.params) + untrained.size + buffers.encoded_size,
         keeps_all=options.fragments > 1 or options.delay > 0,
     )
     syncer = None
@@ -78,7 +82,9 @@ def build_worker(
         schedule=_schedule(options),
         number=transport.worker,
         inner=InnerStep(inner, replica, options.max_norm),
-        warmup=Warmup(gradient_sync(model), replica, memory, guard, buffers, meter),
+        warmup=Warmup(
+            gradient_sync(model, transport), replica, memory, guard, buffers, meter, untrained
+        ),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),
@@ -122,12 +128,16 @@ def _anchor(replica: Replica, fragments: int) -> Anchor:
 
 def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
     if not callable(outer):
-        raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
+        shown = f"an {type(outer).__name__} object" if isinstance(outer, Optimizer) else repr(outer)
+        raise ValueError(
+            f"outer={shown} is not a function that makes an optimizer from parameters; use "
+            "palsgd.nesterov(lr=0.7) or lambda params: torch.optim.SGD(params, lr=0.7)"
+        )
     built = outer(anchor.params)
     if not isinstance(built, Optimizer):
         raise ValueError(
             f"outer must be a callable that makes a torch optimizer from parameters, but gave "
-            f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
+            f"{type(built).__name__}; use palsgd.nesterov(lr=0.7) or "
             "lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
     return built

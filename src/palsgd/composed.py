@@ -121,6 +121,17 @@ class Composed(Method):
         for method in self.methods:
             method.check(rates)
 
+    def check_step(self, rates: Sequence[float], clock: int, length: int) -> None:
+        for method in self.methods:
+            method.check_step(rates, clock, length)
+
+    @property
+    def foreseeable(self) -> bool:
+        return any(method.foreseeable for method in self.methods)
+
+    def doubts(self, rates: Sequence[float], length: int) -> list[str]:
+        return [doubt for method in self.methods for doubt in method.doubts(rates, length)]
+
     def check_run(self, inner: Optimizer, workers: int) -> None:
         for method in self.methods:
             method.check_run(inner, workers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from palsgd.outer import refuse_metric
 from palsgd.replica import Replica
+
+# Optimizers that exchange in every step: torch's own and ours. They are told by name, as importing
+# torch's takes seconds.
+COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "LocalOptimizer"}
 
 
 class ChainedOptimizer(Optimizer):
@@ -89,12 +94,62 @@ class ChainedOptimizer(Optimizer):
         return " + ".join(type(part).__name__ for part in self.parts)
 
 
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an inner optimizer is made of."""
+    return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+class Ownership:
+    """Refuses the steps of an inner optimizer that no palsgd optimizer takes. It is shared by all
+    that are built around it, and ends with the last of them."""
+
+    def __init__(self) -> None:
+        self.stepping = False  # is a palsgd optimizer taking the step?
+        self.owners: WeakSet[InnerStep] = WeakSet()
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "Ownership":
+        found = _OWNERSHIPS.get(optimizer)
+        if found is None:
+            found = _OWNERSHIPS[optimizer] = cls()
+            optimizer.register_step_pre_hook(found.check)
+        return found
+
+    def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.stepping or not self.owners or _only_makes_state(optimizer):
+            return
+        kind = type(optimizer).__name__
+        raise RuntimeError(
+            f"the inner optimizer's own step() was called ({kind}), so the clock would stand "
+            "still and nothing would be synced; call step() of the palsgd optimizer around it"
+        )
+
+
+_OWNERSHIPS: "WeakKeyDictionary[Optimizer, Ownership]" = WeakKeyDictionary()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Has an optimizer hooks beside the one that refuses steps by hand?"""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values()]
+    hooks += optimizer._optimizer_step_post_hooks.values()
+    return any(not isinstance(getattr(hook, "__self__", None), Ownership) for hook in hooks)
+
+
+def _only_makes_state(optimizer: Optimizer) -> bool:
+    """Does a step change nothing? torch's functions for distributed states take such a step, with
+    learning rates of 0, to have the state made."""
+    return not optimizer.state and all(float(g.get("lr", 1)) == 0 for g in optimizer.param_groups)
+
+
 class InnerStep:
     """The step of the inner optimizer, with the clipping before it and the scheduler after it."""
 
     def __init__(self, optimizer: Optimizer, replica: Replica, max_norm: float | None):
         self.optimizer, self.replica, self.max_norm = optimizer, replica, max_norm
         self.scheduler: Any = None  # stepped once per tick of the clock
+        self._owned = [Ownership.of(part) for part in parts_of(optimizer)]
+        for ownership in self._owned:
+            ownership.owners.add(self)
 
     def rates(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -107,16 +162,33 @@ class InnerStep:
     def step(self, share: float) -> list[float]:
         """One step with the learning rates divided by `share`; returns them undivided."""
         rates = self.rates()
-        if share == 1:
-            self.optimizer.step()
-        else:
-            with divided_rates(self.optimizer, share):
+        for ownership in self._owned:
+            ownership.stepping = True
+        try:
+            if share == 1:
                 self.optimizer.step()
+            else:
+                with divided_rates(self.optimizer, share):
+                    self.optimizer.step()
+        finally:
+            for ownership in self._owned:
+                ownership.stepping = False
         return rates
 
     def tick(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+def check_communicates_not(inner: Optimizer) -> None:
+    """Raise for an optimizer that exchanges with other workers in its step."""
+    for each in getattr(inner, "parts", [inner]):
+        kinds = {kind.__name__ for kind in type(each).__mro__}
+        if kinds & COMMUNICATING:
+            raise ValueError(
+                f"inner={type(each).__name__} communicates in every step, which would undo the "
+                "local steps; give the plain optimizer inside it, such as torch.optim.AdamW"
+            )
 
 
 def check_scheduler(scheduler: Any, inner: Optimizer) -> None:

@@ -1,13 +1,14 @@
 """The optimizer that a training loop sees: an inner optimizer and the rules of a method."""
 
 import inspect
-import warnings
+import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,43 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from palsgd.agreement import inner_settings, program_settings
 from palsgd.assembly import build_worker
 from palsgd.auto_interval import Auto
+from palsgd.checks import warn
 from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.evaluation import Evaluation, check_modes
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer, check_same_parameters, check_scheduler
+from palsgd.inner import (
+    ChainedOptimizer,
+    check_communicates_not,
+    check_same_parameters,
+    check_scheduler,
+    parts_of,
+)
+from palsgd.keywords import documented
 from palsgd.ledger import Ledger
 from palsgd.method import Facts, Method
-from palsgd.options import checked_options, documented
+from palsgd.options import checked_options
 from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
+from palsgd.schedulers import LagWatch, peak_rates, rates_ahead
 from palsgd.state import Parts, load_state, save_state
+from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Transport, ambient_transport
+from palsgd.unsynced import Unsynced
+from palsgd.warmup import check_attachable, gradient_sync
 from palsgd.worker import Exchange
+from palsgd.wrapped import Wrapped
+
+# How many steps ahead the schedule is looked at, before a run and when its length is known. A copy
+# of it is stepped, at some microseconds a step.
+AT_FIRST, AT_MOST = 1_000, 20_000
 
 
 @documented
@@ -61,7 +80,8 @@ class LocalOptimizer(Optimizer):
         1
     """
 
-    fixed_outer = False  # is the outer step part of the method?
+    # arguments of this class that a subclass does not take -> what it says of them
+    refused: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -82,6 +102,7 @@ class LocalOptimizer(Optimizer):
         compress: str | Codec | None = None,
         delay: int = 0,
         fragments: int = 1,
+        same_data: bool = False,
         blend: float | None = None,
         outer_scheduler: OuterScheduler | None = None,
         average_state: Sequence[str] | None = None,
@@ -90,6 +111,7 @@ class LocalOptimizer(Optimizer):
     ):
         given = locals()
         self._given = {k: given[k] for k in inspect.signature(LocalOptimizer).parameters}
+        _check_model(model)
         inner, method = _inner(inner), composed(method)
         options = checked_options(
             method=method,
@@ -106,6 +128,7 @@ class LocalOptimizer(Optimizer):
             compress=compress,
             delay=delay,
             fragments=fragments,
+            same_data=same_data,
             blend=blend,
             average_state=average_state,
         )
@@ -114,15 +137,19 @@ class LocalOptimizer(Optimizer):
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         replica = Replica(model, inner)
-        method.check([float(group["lr"]) for group in inner.param_groups])
-        self.transport = transport or ambient_transport() or find_transport(replica.params, group)
+        method.check(peak_rates(inner))
+        self.transport = (
+            transport
+            or ambient_transport()
+            or find_transport(replica.params, group, wrapper_group(model))
+        )
         self.transport.check(options.codec)
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()
         self._worker = build_worker(
             model, inner, replica, self.transport, outer, outer_scheduler, options
         )
-        self._showing_anchor = False
+        self._showing_anchor, self._watch = False, LagWatch()
         self._evaluation: Evaluation | None = None  # between eval() and train()
         self.config = {
             "method": self._title(),
@@ -135,21 +162,28 @@ class LocalOptimizer(Optimizer):
         self._agree(replica, bucket_mb)
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
+        self._look_ahead(AT_FIRST)
+        for doubt in method.doubts(peak_rates(inner), options.sync_every):
+            warn(doubt)
         if delay:
             self.transport.prepare(replica.device)
+        if self.transport.workers > 1 and self.transport is not ambient_transport():
+            self._unsynced = Unsynced(self)
 
     def _agree(self, replica: Replica, bucket_mb: float) -> None:
         """Raise unless the settings that must be equal on all workers are equal."""
         worker = self._worker
-        self.transport.agree(
-            self.config
-            | {
-                "parameters": replica.describe(),
-                "the model's buffers": worker.warmup.buffers.describe(),
-                "bucket_mb": bucket_mb,
-                "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
-            }
-        )
+        settings = self.config | {
+            "parameters": replica.describe(),
+            "the model's buffers": worker.warmup.buffers.describe(),
+            "bucket_mb": bucket_mb,
+            "same_data": not worker.warmup.guard.compares_work,
+            "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
+        }
+        settings |= inner_settings(self.inner)
+        if not self.transport.shares_code:
+            settings |= program_settings(self.model)
+        self.transport.agree(settings)
 
     def _title(self) -> str:
         """The name of the method in messages and settings."""
@@ -224,12 +258,32 @@ class LocalOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._worker.plain_step():
+            self._check_gradients()
             self._drive(self._worker.step())
+            self._check_schedulers()
         if hooked and (self._optimizer_step_post_hooks or _global_optimizer_post_hooks):
             self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's profiling wrapper costs half a step
+
+    def _check_gradients(self) -> None:
+        """Warn if the first local step has nothing to go by, which torch's optimizers accept."""
+        worker = self._worker
+        if worker.at.gradient_steps or worker.warming_up:
+            return
+        if all(p.grad is None for p in worker.inner.replica.params):
+            warn(
+                "step() was called and no parameter has a gradient, so the clock ticks and the "
+                "model stays as it is; call loss.backward() before step()"
+            )
+
+    def _check_schedulers(self) -> None:
+        at = self._worker.at
+        if at.synced and self._worker.inner.scheduler is None:
+            self._watch.look(
+                self, self.inner, clock=at.clock, steps=at.gradient_steps, rounds=at.rounds
+            )
 
     def _refuse_step(self) -> NoReturn:
         if not self._showing_anchor:
@@ -264,8 +318,68 @@ class LocalOptimizer(Optimizer):
         """End training when the clock shows `steps`. The workers sync there, even within a
         round."""
         self.train()
+        self._look_ahead(min(steps - self.clock, AT_MOST))
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
+
+    def attach(self, model: nn.Module) -> None:
+        """Tell the optimizer of the `DistributedDataParallel` that was put around its model after
+        the optimizer was built, as many frameworks do. All workers must call this at the same step.
+        Calling it again, with a model that is not wrapped, or with a wrapper around the ranks of
+        one worker, changes nothing.
+
+        Args:
+            model: the wrapped model, as the loop calls it.
+
+        Raises:
+            ValueError: the model has other parameters, is sharded by FSDP, which needs no
+                attach(), or averages over ranks that do not fit the optimizer's group.
+        """
+        worker = self._worker
+        check_attachable(model, worker.inner.replica)
+        check_attached(model, self.transport)
+        wrapper = gradient_sync(model, self.transport)
+        known = getattr(worker.warmup.gradient_sync, "model", None)
+        if isinstance(wrapper, Wrapped) and wrapper.model is not known:
+            worker.attach(wrapper)
+
+    def _look_ahead(self, steps: int) -> None:
+        """Raise if the schedule leads to learning rates that the method refuses, within so many
+        steps."""
+        worker = self._worker
+        if not worker.method.foreseeable:
+            return
+        ahead = rates_ahead(worker.inner.scheduler, self, self.inner)
+        for clock, rates in zip(range(self.clock, self.clock + steps), ahead, strict=False):
+            try:
+                if not worker.schedule.warms_up(clock):
+                    worker.method.check_step(rates, clock, worker.schedule.length(clock))
+            except ValueError as refusal:
+                raise ValueError(
+                    f"{refusal} (at clock {clock}, to which the settings lead)"
+                ) from None
+
+    def finish(self) -> None:
+        """End a loop that ends with its data: apply what is pending, and sync the steps since the
+        last sync. All workers call it, after any number of steps of one round each. Where no worker
+        has taken a step since the last sync nothing changes. A loop over `palsgd.until` needs no
+        such call.
+
+        Raises:
+            ConsensusError: a worker called it while another came to a sync within its loop.
+        """
+        self._drive(self._worker.finish())
+
+    @property
+    def unsynced_steps(self) -> int:
+        """Steps of this worker that no sync has sent."""
+        at = self._worker.at
+        return at.clock - min(at.sent_at) if at.has_anchor else 0
+
+    def __del__(self) -> None:
+        unsynced = self.__dict__.get("_unsynced")  # it is missing if building failed
+        if unsynced is not None and not sys.is_finalizing():
+            unsynced.warn(self)
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
         """Call `listener(event)` at every later event of this kind.
@@ -290,6 +404,7 @@ class LocalOptimizer(Optimizer):
     def _drive(self, exchange: Exchange) -> None:
         """Do through the transport what the worker requests. An error is raised inside the worker,
         so that the worker can restore its tensors."""
+        unsynced = self.__dict__.get("_unsynced")
         try:
             request = next(exchange)
             while True:
@@ -303,12 +418,18 @@ class LocalOptimizer(Optimizer):
                     request = exchange.send(sent)
         except StopIteration:
             pass
+        except BaseException:
+            if unsynced is not None:  # this error says more than a warning about what it left
+                unsynced.quiet = True
+            raise
 
     def _lost_peer(self, error: RuntimeError) -> SyncError:
         failure = SyncError(
             f"worker {self.transport.worker} could not exchange with the others at clock "
             f"{self.clock}: a worker left early, stalled or lost its link. The global model is "
-            f"unchanged; start all workers again from a checkpoint ({str(error).splitlines()[0]})"
+            "unchanged; start all workers again from a checkpoint. If it left because its data "
+            "ended, end all loops at one clock with palsgd.until() "
+            f"({_first_sentence(str(error))})"
         )
         failure.__cause__ = error
         return failure
@@ -406,10 +527,9 @@ class LocalOptimizer(Optimizer):
 
     def _warn_of_stale_buffers(self) -> None:
         if self._worker.at.has_anchor and not self._worker.warmup.buffers.current:
-            warnings.warn(
+            warn(
                 "buffers='recompute' and they were not recomputed since the last sync: the global "
-                "weights are shown with this worker's own buffers; call recompute_buffers(batches)",
-                stacklevel=4,
+                "weights are shown with this worker's own buffers; call recompute_buffers(batches)"
             )
 
     def _shown(self) -> Evaluation:
@@ -530,14 +650,35 @@ def _inner(inner: Any) -> Optimizer:
             f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
-    parts = inner.parts if isinstance(inner, ChainedOptimizer) else [inner]
-    nested = next((part for part in parts if isinstance(part, LocalOptimizer)), None)
-    if nested is not None:
-        raise ValueError(
-            f"inner={type(nested).__name__} is a palsgd optimizer itself, so there would be two "
-            "clocks and two anchors; give the torch optimizer inside it, its .inner"
-        )
+    check_communicates_not(inner)
+    for part in parts_of(inner):
+        if isinstance(part, LocalOptimizer):
+            raise ValueError(
+                f"inner={type(part).__name__} is a palsgd optimizer itself, so there would be two "
+                "clocks and two anchors; give the torch optimizer inside it, its .inner"
+            )
+        closure = inspect.signature(type(part).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"inner={type(part).__name__} evaluates the loss several times in a step, and a "
+                "step here takes the one gradient that it is given; use an optimizer whose step() "
+                "needs no closure, such as torch.optim.AdamW"
+            )
     return inner
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
+            "not its parameters: the inner optimizer has those"
+        )
+
+
+def _first_sentence(text: str) -> str:
+    """What gloo says ends in pictures and advice that do not belong here."""
+    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    return re.split(r"(?<=[^.])[.!] (?=[A-Z])", first)[0].rstrip(".!")
 
 
 def _signature(optimizer: Optimizer | None) -> str:

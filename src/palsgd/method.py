@@ -130,7 +130,8 @@ class Method:
     - `w.groups`: the indices of the tensors of each parameter group;
     - `w.gradient_steps` and `w.rate_sums`: the worker's steps, and the sums of their rates, since
       these tensors' last sync;
-    - `w.rates`: the learning rate of each tensor in the last step before the sync.
+    - `w.rates`: the learning rate of each tensor in the last step before the sync;
+    - `w.clock` and `w.length`: steps so far, and H of the round, between syncs.
 
     Example:
         >>> import torch, palsgd
@@ -180,6 +181,22 @@ class Method:
 
     def check(self, rates: Sequence[float]) -> None:
         """Raise a ValueError for learning rates this method cannot work with."""
+
+    def check_step(self, rates: Sequence[float], clock: int, length: int) -> None:
+        """Raise a ValueError if the step without data that begins at this clock cannot be taken
+        with these learning rates, in a round of `length` steps. It is asked before the clock counts
+        the step."""
+
+    @property
+    def foreseeable(self) -> bool:
+        """May `check_step` refuse later steps that can be known when a run begins, from the
+        schedule of the learning rates or from the clock?"""
+        return False
+
+    def doubts(self, rates: Sequence[float], length: int) -> list[str]:
+        """What is odd about the settings, a sentence each, of which the optimizer warns when it is
+        built. `rates` are the highest that are known then, `length` is H."""
+        return []
 
     def check_run(self, inner: Optimizer, workers: int) -> None:
         """Raise a ValueError for an inner optimizer, or a number of workers, that this method

@@ -1,12 +1,10 @@
 """The settings of an optimizer, checked once, and their description."""
 
-import inspect
 import math
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from torch.optim import Optimizer
 
 from palsgd.auto_interval import Auto, interval
 from palsgd.checks import below, check_choice, check_int, check_number
@@ -17,7 +15,8 @@ from palsgd.schedule import DRAWS
 OPTIONS = """
     Options of every optimizer:
         outer: makes the outer optimizer from the anchor's parameters, such as
-            `palsgd.nesterov(lr=0.2)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
+            `palsgd.nesterov(lr=0.7, momentum=0.5)` or
+            `lambda params: torch.optim.Adam(params, lr=1e-3)`.
         warmup_steps: steps of plain DDP before the first round.
         seed, draws: how the steps without data are drawn. "balanced": between two syncs all workers
             take equally many gradients; "independent": a coin per worker and step; "shared": one
@@ -32,6 +31,9 @@ OPTIONS = """
         compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
         delay: steps between sending and applying a sync; training goes on during them.
         fragments: parts of the model that are synced one after another within a round.
+        same_data: workers may compute the same. By default a sync raises a ConsensusError if two
+            workers had the same first gradient or have the same local model, as then something else
+            averages gradients or models, or the workers read the same data.
         blend: the share b of itself that a local model keeps at a sync, delayed or not:
             `x_k <- b x_k + (1 - b) x`. None: the local model becomes the global one, and a delayed
             sync keeps all local progress since it was sent.
@@ -65,6 +67,7 @@ class Options:
     codec: Codec | None
     delay: int
     fragments: int
+    same_data: bool
     blend: float | None
     average_state: tuple[str, ...] | None
 
@@ -223,19 +226,3 @@ def _check_no_syncs(**options: Any) -> None:
                 f"{name}={getattr(value, 'name', value)!r} is about syncs, and a warm-up that "
                 "never ends has none; leave it out, or give a number of warmup_steps"
             )
-
-
-Kind = TypeVar("Kind", bound=type[Optimizer])
-
-
-def documented(kind: Kind) -> Kind:
-    """Add the options that all optimizers share to the docstring and the signature of a class."""
-    kind.__doc__ = inspect.cleandoc(kind.__doc__ or "") + "\n\n" + inspect.cleandoc(OPTIONS)
-    own = inspect.signature(kind.__init__)
-    if any(p.kind is p.VAR_KEYWORD for p in own.parameters.values()):
-        shared = inspect.signature(kind.__mro__[1]).parameters
-        hidden = {"method", *own.parameters, *(["outer"] if kind.fixed_outer else [])}  # type: ignore[attr-defined]
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [p.replace(kind=p.KEYWORD_ONLY) for n, p in shared.items() if n not in hidden]
-        kind.__signature__ = own.replace(parameters=[*named[1:], *more])  # type: ignore[attr-defined]
-    return kind

@@ -12,23 +12,24 @@ OuterFactory = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 OuterScheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
 
-def nesterov(lr: float = 0.2, momentum: float = 0.9) -> OuterFactory:
+def nesterov(lr: float = 0.7, momentum: float = 0.5) -> OuterFactory:
     """SGD with Nesterov momentum, the outer optimizer of DiLoCo and PALSGD.
 
     Args:
         lr: the outer learning rate.
-        momentum: the outer momentum.
+        momentum: the outer momentum; with 0 it is plain SGD.
 
     Returns:
         A function that makes the optimizer from the anchor's parameters, for `outer=`.
 
     Example:
         >>> import torch, palsgd
-        >>> palsgd.nesterov(lr=0.7)([torch.nn.Parameter(torch.zeros(2))]).defaults["lr"]
-        0.7
+        >>> palsgd.nesterov(lr=0.2)([torch.nn.Parameter(torch.zeros(2))]).defaults["lr"]
+        0.2
     """
+    # torch refuses nesterov=True without momentum, where both kinds of momentum are plain SGD
     return lambda params: torch.optim.SGD(
-        params, lr=lr, momentum=momentum, nesterov=True, fused=True
+        params, lr=lr, momentum=momentum, nesterov=momentum != 0, fused=True
     )
 
 

@@ -65,6 +65,7 @@ def load_state(of: Parts, state: dict[str, Any], *, strict: bool) -> None:
             sync_every=worker.facts.sync_every,
             groups=len(worker.inner.optimizer.param_groups),
         )
+    state = {"data": None} | state  # older states have no loader in them
     _check_schema(state)
     for field in SCHEMA:
         field.load(of, state[field.name], strict)
@@ -397,6 +398,10 @@ def _load_buffers(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     of.worker.warmup.buffers.load(saved)
 
 
+def _load_data(of: Parts, saved: Any, strict: bool) -> None:
+    of.worker.feed.resume(saved)
+
+
 def _load_ledger(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     of.worker.ledger.load(saved)
 
@@ -443,6 +448,10 @@ SCHEMA = (
     Field(
         "outer_scheduler", "global", "numbers", "the schedule of the outer learning rate",
         _save_outer_scheduler, _load_outer_scheduler,
+    ),
+    Field(
+        "data", "worker", "any", "the state of the loader of until(), if the loader has one",
+        lambda of: of.worker.feed.state(), _load_data,
     ),
     Field(
         "ledger", "rank", "numbers", "what the worker did",

@@ -26,6 +26,7 @@ from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
 from palsgd.digest import chained
+from palsgd.finite import all_finite
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -53,6 +54,7 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    idle: bool = False  # has the worker taken no step since the last sync of this fragment?
     taken: int = 0  # gradient steps of this worker since the start of training
 
 
@@ -133,6 +135,8 @@ class Syncer:
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
+        # Without a common anchor equal displacements are no equal models.
+        self.compares_models = guard.compares and guard.compares_work
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
@@ -144,8 +148,9 @@ class Syncer:
 
     # -- the two halves ------------------------------------------------------------------------
 
-    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send a fragment and apply its mean at the same clock."""
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome | None]:
+        """Send a fragment and apply its mean at the same clock. None if there was nothing to
+        apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -166,22 +171,27 @@ class Syncer:
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+            return None
         return self._conclude(pending, arrival, start)
 
-    def send(self, at: Moment) -> Generator[Request, int, None]:
+    def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
-        model is trained until then."""
+        model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-        kept.read(self.replica.local())
-        pending.local_when_sent = kept.flat
+        if trains:
+            kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
+            kept.read(self.replica.local())
+            pending.local_when_sent = kept.flat
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
-    def apply(self) -> Generator[Request, int, Outcome]:
-        """Wait for the means of the pending sync and apply them."""
+    def apply(self) -> Generator[Request, int, Outcome | None]:
+        """Wait for the means of the pending sync and apply them. None if there was nothing to
+        apply."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -195,9 +205,19 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        outcome = self._conclude(pending, arrival, start)
+        outcome = None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+        else:
+            outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _drop(self, pending: PendingSync) -> None:
+        """Leave all as it is, as no worker has taken a step. The local model is equal to the
+        anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
+        if not self.method.overrides("restart"):
+            self.anchor.copy_to_local(pending.at.fragment)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -207,6 +227,7 @@ class Syncer:
         """The messages of a sync, each filled when the iterator reaches it. The first has the
         tail."""
         self.replica.check_unchanged()
+        self.replica.check_held()
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
@@ -219,12 +240,16 @@ class Syncer:
             if bucket is not None:
                 alone = first and not self._parks(at.fragment)
                 found = displaced(
-                    bucket, self.anchor, self.replica.local(), with_digest=alone, with_moved=first
+                    bucket,
+                    self.anchor,
+                    self.replica.local(),
+                    with_digest=alone,
+                    with_moved=first and self.compares_models,
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
                 model = self._model_digest(at.fragment, moved or 0)
-                report = self._report(pending, parts, squares, digest, model)
+                report = self._report(pending, payload, parts, squares, digest, model)
             if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
@@ -286,7 +311,7 @@ class Syncer:
         if fragment == 0:
             self._moved = {}
         self._moved[fragment] = moved
-        if len(self._moved) < len(self.anchor.ranges) or not self.guard.compares:
+        if len(self._moved) < len(self.anchor.ranges):
             return 0
         return self._moved[0] if fragment == 0 else chained(self._moved.values())
 
@@ -298,6 +323,7 @@ class Syncer:
     def _report(
         self,
         pending: PendingSync,
+        payload: Payload,
         parts: list[Part],
         squares: Tensor,
         digest: int | None,
@@ -310,16 +336,20 @@ class Syncer:
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
         own = [t for part in parts if part.tensors is not None for t in part.tensors]
         finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        numbers = [payload.weight, *payload.scalars.values()]
+        finite = finite and all(math.isfinite(float(each)) for each in numbers)
         if digest is None:
             digest = self.anchor.digest(fragment)
         report = self.guard.report(
             chained([digest, self.states.digest(fragment)]),
-            finite=finite and self.buffers.finite(),
+            finite=finite,
             meter=self.meter,
             model=model,
             steps=pending.at.taken,
-            step_s=pending.at.step_s,
+            idle=pending.at.idle,
             device=self.replica.device,
+            step_s=pending.at.step_s,
+            buffer=self.buffers.nonfinite(),
         )
         pending.finite = report.finite
         return report
@@ -607,12 +637,3 @@ def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last one are kept."""
     chunks = values.split([t.numel() for t in like], dim=-1)
     return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)

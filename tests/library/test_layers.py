@@ -12,15 +12,17 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "digest", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
-    ("auto_interval", "codecs", "meter", "replica", "schedule", "units"),
-    ("anchor", "buffers", "inner", "memory", "passes", "transports"),
+    ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
+    ("outer", "progress", "sharding", "unsynced", "units"),
+    ("auto_interval", "codecs", "ledger", "meter", "replica", "schedule", "two_levels", "wrapped"),
+    ("agreement", "anchor", "buffers", "inner", "memory", "passes", "transports"),
     (
         *("averaged_state", "composed", "method", "methods", "method_state", "method_view"),
         *("registry", "tensors"),
     ),
-    ("options", "payload"),
-    ("guard",),
+    ("options", "payload", "schedulers"),
+    ("keywords",),
+    ("guard", "untrained"),
     ("sync", "warmup"),
     ("worker",),
     ("assembly", "evaluation", "state", "state_0_1"),

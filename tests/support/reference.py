@@ -3,8 +3,11 @@
 import numpy as np
 
 
-def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0):
-    """`gradient(k, x, i)` is worker k's i-th gradient at x; `plan(k, r)` its coins in round r."""
+def algorithm1(
+    x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0, beta=None
+):
+    """`gradient(k, x, i)` is worker k's i-th gradient at x; `plan(k, r)` its coins in round r;
+    `beta(t)` the weight of a mixing step, if it is not lr(t) eta / p."""
     anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
     inner_opt, outer_opt = [inner() for _ in range(workers)], outer()
     drawn = [0] * workers  # batches each worker has used
@@ -19,7 +22,8 @@ def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, pla
         round, place = divmod(t - warmup, H)
         for k in range(workers):
             if plan(k, round)[place]:
-                local[k] = local[k] - lr(t) * eta / p * (local[k] - anchor)
+                weight = lr(t) * eta / p if beta is None else beta(t)
+                local[k] = local[k] - weight * (local[k] - anchor)
             else:
                 g = gradient(k, local[k], drawn[k])
                 local[k] = inner_opt[k](local[k], g, lr(t) / (1 - p))
