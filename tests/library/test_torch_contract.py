@@ -165,14 +165,12 @@ def test_an_optimizer_with_peers_says_why_it_is_not_copied(world):
 
 
 def test_assigned_groups_reach_the_inner_optimizer():
-    model, opt = alone()
+    model, opt = alone(kind=palsgd.LocalSGD, sync_every=9)
     walked(model, opt, 1)
     opt.param_groups = [dict(group, lr=0.0) for group in opt.param_groups]
     assert opt.param_groups is opt.inner.param_groups
     before = vector(model)
-    opt.zero_grad()
-    model(batches(0)[0][0]).sum().backward()
-    opt.inner.step()
+    walked(model, opt, 1)
     np.testing.assert_array_equal(vector(model), before)
 
 
@@ -275,6 +273,7 @@ def chained(first, second):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:ExponentialLR was stepped")  # it counts gradient steps, as here
 @pytest.mark.parametrize("several", [False, True])
 def test_a_scheduler_stepped_in_a_hook_of_the_inner_step_acts_on_the_undivided_rate(several):
     model = linear()
