@@ -42,7 +42,7 @@ from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.schedulers import LagWatch, peak_rates, rates_ahead
 from palsgd.state import Parts, load_state, save_state
-from palsgd.transports.levels import wrapper_group
+from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Transport, ambient_transport
@@ -325,17 +325,19 @@ class LocalOptimizer(Optimizer):
     def attach(self, model: nn.Module) -> None:
         """Tell the optimizer of the `DistributedDataParallel` that was put around its model after
         the optimizer was built, as many frameworks do. All workers must call this at the same step.
-        Calling it again, or with a model that is not wrapped, changes nothing.
+        Calling it again, with a model that is not wrapped, or with a wrapper around the ranks of
+        one worker, changes nothing.
 
         Args:
             model: the wrapped model, as the loop calls it.
 
         Raises:
-            ValueError: the model has other parameters, or is sharded by FSDP, which needs no
-                attach().
+            ValueError: the model has other parameters, is sharded by FSDP, which needs no
+                attach(), or averages over ranks that do not fit the optimizer's group.
         """
         worker = self._worker
         check_attachable(model, worker.inner.replica)
+        check_attached(model, self.transport)
         wrapper = gradient_sync(model, self.transport)
         known = getattr(worker.warmup.gradient_sync, "model", None)
         if isinstance(wrapper, Wrapped) and wrapper.model is not known:

@@ -136,7 +136,7 @@ class Syncer:
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
         # Without a common anchor equal displacements are no equal models.
-        self._compares_models = guard.compares and guard.compares_work
+        self.compares_models = guard.compares and guard.compares_work
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
@@ -244,7 +244,7 @@ class Syncer:
                     self.anchor,
                     self.replica.local(),
                     with_digest=alone,
-                    with_moved=first and self._compares_models,
+                    with_moved=first and self.compares_models,
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:

@@ -177,14 +177,16 @@ class Warmup:
         step may be taken: False if a gradient is not finite and such steps are skipped."""
         replica, like = self._replica, self.memory.template
         buckets = self.memory.buckets(self.memory.model)
-        sections = self._sections(self._report(clock, buckets))
-        sizes, tail = [section.numel() for section in sections], torch.cat(sections)
+        model = 0 if self.compared else self._model_digest(clock, buckets)
+        presence = [_presence(p.grad) for p in replica.params]
         workers, sparse = self.guard.workers, []
         if workers > 1:  # a single worker's gradients stay as they are
             _make_dense(replica.params)
         for number, bucket in enumerate(buckets.ranges):
             bucket.read(_or_zeros(replica.grads(), replica.local()))
             if number == 0:
+                sections = self._sections(self._report(model, buckets), presence)
+                sizes, tail = [section.numel() for section in sections], torch.cat(sections)
                 values = self.memory.with_tail(bucket.flat, tail)
                 count((yield Message(values)))
                 tail.copy_(values[-len(tail) :])
@@ -210,13 +212,13 @@ class Warmup:
     def _where(self, clock: int) -> str:
         return f"{'a step of the warm-up' if self.compared else 'the first step'} (clock {clock})"
 
-    def _sections(self, report: WorkerReport) -> list[Tensor]:
+    def _sections(self, report: WorkerReport, presence: list[float]) -> list[Tensor]:
         """What is sent behind the first bucket. In the first step that is also what workers compare
         once, as nothing else compares plain modules. Later there are zeros in its place, so that
         every step sends the same number of bytes."""
         like, untrained = self.template, self.untrained
         sections = [
-            like.new_tensor([_presence(p.grad) for p in self._replica.params]),
+            like.new_tensor(presence),
             self.guard.encode(report, like),
             like.new_zeros(untrained.size) if self.compared else untrained.encode(like),
         ]
@@ -231,26 +233,35 @@ class Warmup:
         if sound:
             self.buffers.after_sync(mean, self.guard.workers, sound)
 
-    def _report(self, clock: int, buckets: Buckets) -> WorkerReport:
-        """Whether this worker's gradient is finite, and in the first step a digest of the model."""
-        found = [0 if self.compared else clock]
-        for bucket in [] if self.compared else buckets.ranges:
+    def _model_digest(self, clock: int, buckets: Buckets) -> int:
+        found = [clock]
+        for bucket in buckets.ranges:
             bucket.read(self._replica.local())
             found.append(digest(bucket.flat))
+        return chained(found)
+
+    def _report(self, model: int, buckets: Buckets) -> WorkerReport:
+        """Whether this worker's gradient is finite, and the digest of its model. If the gradient
+        fits into one bucket, it is read there, as one tensor is read faster than many."""
+        one = len(buckets.ranges) == 1
+        gradient = [buckets.ranges[0].flat] if one else self._gradient()
         return self.guard.report(
-            0 if self.compared else chained(found),
-            finite=all_finite(g for g in self._replica.grads() if g is not None),
+            model,
+            finite=all_finite(gradient),
             meter=self._meter,
             device=self._replica.device,
             buffer=self.buffers.nonfinite(),
         )
+
+    def _gradient(self) -> list[Tensor]:
+        return [g for g in self._replica.grads() if g is not None]
 
     def may_step(self, clock: int) -> bool:
         """May the step be taken with gradients that backward() has averaged? They are the same on
         all workers, so no message is needed."""
         report = self.guard.report(
             0,
-            finite=all_finite(g for g in self._replica.grads() if g is not None),
+            finite=all_finite(self._gradient()),
             meter=self._meter,
             device=self._replica.device,
         )

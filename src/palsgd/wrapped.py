@@ -151,7 +151,8 @@ class Wrapped:
                 "call attach(), before any hook is registered"
             )
         if model.broadcast_buffers and model.modules_buffers:
-            return "buffers are broadcast; pass broadcast_buffers=False to it"
+            name = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else None
+            return f"buffers are broadcast; pass {name or 'broadcast_buffers'}=False to it"
         if model.find_unused_parameters and not model.static_graph:
             return "unused parameters are exchanged; pass find_unused_parameters=False to it"
         return None

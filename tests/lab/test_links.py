@@ -19,6 +19,7 @@ from palsgd.lab.links import Link, Network, kernel
 from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
 from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.payload import wire_bytes
+from support import namespaces as namespaces_support
 from support.commands import palsgd, started, summary, wait_for
 from support.holding import holder
 from support.namespaces import needs_namespaces
@@ -84,13 +85,21 @@ def answers(network: Network, *, count: int, patience: float) -> dict[int, list[
     return {each.worker: json.loads(each.stdout) for each in done[1:]}
 
 
-@pytest.fixture(params=["the kernel's way", "our own delay line"])
+NETEM = os.geteuid() == 0 and kernel.unavailable() is None and kernel.has_netem()
+
+
+@pytest.fixture(params=["netem", "delay line"] if NETEM else ["delay line"])
 def delays(request, monkeypatch):
     """Delay and loss by netem where the kernel has it, and by the delay line in its place."""
-    if request.param == "our own delay line":
+    if request.param == "delay line":
         monkeypatch.setattr(kernel, "has_netem", lambda: False)
-    elif os.geteuid() == 0 and not kernel.has_netem():
-        pytest.skip("this kernel has no netem, so its way is our own")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may make namespaces")
+def test_where_root_cannot_make_namespaces_the_tests_that_need_them_fail(monkeypatch):
+    monkeypatch.setattr(namespaces_support, "unavailable", lambda: "no veth here")
+    with pytest.raises(pytest.fail.Exception, match="no veth here"):
+        needs_namespaces(lambda: None)()
 
 
 @needs_namespaces

@@ -9,6 +9,7 @@ import torch
 
 import palsgd
 from support import reference
+from support.core_access import anchor_views
 from support.engines import check
 from support.problems import (
     batches,
@@ -104,9 +105,7 @@ def test_a_model_of_low_precision_is_blended_in_the_precision_of_the_anchor():
     seen = []
     opt.inner.register_step_post_hook(lambda *_: seen.append(vector(model)))
     take_step(model, opt, batches(0, torch.bfloat16)[0])
-    with opt.anchor_weights():
-        state = opt.state_dict()["anchor"]
-    anchor = torch.cat([x.reshape(-1) for x in state.values()]).double().numpy()
+    anchor = np.concatenate([x.double().numpy().ravel() for x in anchor_views(opt)])
     expected = torch.tensor((seen[0] + anchor) / 2).bfloat16().double().numpy()
     np.testing.assert_allclose(vector(model), expected, rtol=0, atol=1e-2)
 

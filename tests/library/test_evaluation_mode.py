@@ -125,19 +125,17 @@ def test_until_goes_back_to_training():
 
 def test_a_state_and_a_checkpoint_saved_after_eval_are_those_of_training(tmp_path):
     model, opt = trained()
-    local = vector(model)
-    expected = copy.deepcopy(opt.state_dict())
+    local, clock = vector(model), opt.clock
     opt.eval()
     shown = vector(model)
-    found = opt.state_dict()
-    assert found["clock"] == expected["clock"]
-    assert torch.equal(found["anchor"]["weight"], expected["anchor"]["weight"])
     palsgd.checkpoint.save(tmp_path, model, opt)
     np.testing.assert_array_equal(vector(model), shown)  # still shown
     fresh = linear()
     again = alone(fresh)
     palsgd.checkpoint.load(tmp_path, fresh, again)
     np.testing.assert_array_equal(vector(fresh), local)
+    np.testing.assert_array_equal(global_vector(fresh, again), shown)
+    assert again.clock == clock
 
 
 def test_a_state_loaded_after_eval_leaves_the_loaded_weights_alone():
@@ -312,3 +310,14 @@ def test_settings_of_the_averaged_state_that_cannot_work_are_refused(rules, mess
     model = linear()
     with pytest.raises(ValueError, match=message):
         alone_with(model, sgd(model), **rules)
+
+
+def test_the_vectorized_engine_says_that_it_does_not_average_inner_state():
+    with pytest.raises(ValueError, match="average_state names tensors of the inner optimizer"):
+        palsgd.simulate(
+            workers=2, steps=4, model=linear, loss=lambda m, b: m(b[0]).sum(),
+            data=lambda k: iter(batches(k)), vectorize=True,
+            method=lambda m: palsgd.LocalSGD(
+                m, sgd(m, momentum=0.9), sync_every=2, average_state=("momentum_buffer",)
+            ),
+        )  # fmt: skip

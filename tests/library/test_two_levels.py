@@ -236,9 +236,9 @@ def test_a_step_that_a_grad_scaler_skips_is_skipped_on_all_ranks_of_its_worker(w
         np.testing.assert_allclose(path, twin[0], **CLOSE)
 
 
-def intervals():
+def intervals(style):
     """H that is chosen from measured seconds, which differ between ranks."""
-    model, opt, data = two_levels(2, make=palsgd.DiLoCo, warmup_steps=0, sync_every="auto")
+    model, opt, data = two_levels(2, style, make=palsgd.DiLoCo, warmup_steps=0, sync_every="auto")
     feed = [data[i % len(data)] for i in range(400)]
     for batch in palsgd.until(feed, opt, steps=400):
         if dist.get_rank() == 1:
@@ -249,8 +249,9 @@ def intervals():
     return [tuple(span) for span in opt.schedule.spans]
 
 
-def test_all_ranks_choose_the_same_interval_from_what_they_measure(world):
-    got = world.run(intervals, workers=4)
+@pytest.mark.parametrize("style", ["DDP", "fully_shard"])
+def test_all_ranks_choose_the_same_interval_from_what_they_measure(world, style):
+    got = world.run(intervals, workers=4, style=style)
     assert len(got[0]) > 1
     assert all(found == got[0] for found in got)
 
@@ -366,6 +367,44 @@ def test_a_two_level_run_goes_on_from_a_checkpoint_bit_for_bit(world, tmp_path, 
     )
 
 
+# -- a wrapper that comes later ------------------------------------------------------------------
+
+
+def attached_run(made_by_hand):
+    """The optimizer is built first, the model is wrapped then."""
+    worker, rank = divmod(dist.get_rank(), 2)
+    if made_by_hand:
+        inside, across = groups_of((0, 1), (2, 3)), groups_of((0, 2), (1, 3))
+    else:
+        mesh = palsgd.worker_groups(2)
+        inside, across = mesh["inside"].get_group(), mesh["workers"].get_group()
+    net = small()
+    opt = build(net, palsgd.PALSGD, group=across)
+    model = DistributedDataParallel(net, process_group=inside)
+    opt.attach(model)
+    return outcome(model, opt, train(model, opt, part_of(worker, rank, 2)))
+
+
+@pytest.mark.parametrize("made_by_hand", [True, False])
+def test_a_wrapper_inside_a_worker_that_is_attached_later_keeps_averaging(world, made_by_hand):
+    got = world.run(attached_run, workers=4, made_by_hand=made_by_hand)
+    want = world.run(one_level_run, workers=2)
+    for rank, found in enumerate(got):
+        np.testing.assert_allclose(found["path"], want[rank // 2]["path"], **CLOSE)
+
+
+def attached_over_all():
+    net = small()
+    opt = build(net, palsgd.PALSGD, group=palsgd.worker_groups(2)["workers"].get_group())
+    opt.attach(DistributedDataParallel(net))
+
+
+def test_a_wrapper_around_several_workers_that_is_attached_later_is_refused(world):
+    for found in world.outcomes(attached_over_all, workers=4, timeout=20):
+        assert found.error == "ValueError"
+        assert "averages over the ranks 0, 1, 2, 3, and group= has the ranks" in found.message
+
+
 # -- what is noticed ----------------------------------------------------------------------------
 
 
@@ -412,6 +451,31 @@ def test_ranks_of_a_worker_that_nobody_averages_are_told(world):
     for found in world.outcomes(without_wrapper, workers=4, timeout=20):
         assert found.error == "ConsensusError"
         assert "the ranks of workers 0, 1 of 2 hold different models" in found.message
+
+
+def averaged_by_somebody_else(group, style):
+    """Other code averages the gradients of several workers after backward."""
+    model, opt, data = two_levels(2, style, warmup_steps=0)
+    mesh = palsgd.worker_groups(2)
+    group = None if group == "all" else mesh[group].get_group()
+    feed = [data[i % len(data)] for i in range(2 * H)]
+    for batch in palsgd.until(feed, opt, steps=2 * H):
+        mse(model, batch).backward()
+        for param in model.parameters():
+            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            dist.all_reduce(grad, group=group)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("group", "style"), [("all", "DDP"), ("workers", "DDP"), ("workers", "fully_shard")]
+)
+def test_workers_that_somebody_else_averages_are_told_on_all_ranks(world, group, style):
+    job = averaged_by_somebody_else
+    for found in world.outcomes(job, workers=4, timeout=20, group=group, style=style):
+        assert found.error == "ConsensusError"
+        assert "workers 0, 1 of 2 had the same first gradient in the local phase" in found.message
 
 
 def other_seed():

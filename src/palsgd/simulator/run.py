@@ -36,6 +36,9 @@ class Rules(Protocol):
     def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
         """Take the steps without data before the first gradient step of the stretch."""
 
+    def saw_gradients(self, digests: dict[int, int]) -> None:
+        """Keep digests of the first gradients of the local phase, by worker, for the next sync."""
+
     def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
         """Apply the rule before the inner step of the workers in `slots`."""
 

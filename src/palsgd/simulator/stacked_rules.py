@@ -52,6 +52,9 @@ class StackedRules:
                 clocks = [start + length] * len(workers)
                 self._after_gradient(workers, None, mixing, clocks)
 
+    def saw_gradients(self, digests: dict[int, int]) -> None:
+        self._syncer.gradients = [digests.get(k, 0) for k in range(self._run.workers)]
+
     def before_gradient(
         self, start: int, slots: dict[int, GradientSlot], grads: list[Tensor]
     ) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from palsgd.codecs.coded_mean import Residue
-from palsgd.guard import WorkerReport, check_finite
+from palsgd.digest import row_digests
+from palsgd.guard import WorkerReport, check_finite, check_own_work
 from palsgd.method import Part, Payload
 from palsgd.payload import PayloadSize, payload_size
 from palsgd.simulator.stack import StackedWorkers
@@ -49,6 +50,7 @@ class StackedPending:
     size: PayloadSize
     finite: list[bool]
     distance: list[float]
+    models: list[int]  # digests of local models that may be equal, else 0
     parts: dict[str, list[Tensor]]
     gathered: set[str]
     scalars: dict[str, float]
@@ -83,6 +85,7 @@ class StackedSyncer:
         self._method, self._anchor = worker.method, view.anchor
         self._layout, self._workers = view.replica.layout, view.workers
         self._residues: dict[tuple[int, int], list[Residue]] = {}  # by fragment and message
+        self.gradients = [0] * self._workers  # digests that the next sync compares
 
     @property
     def stack(self) -> StackedWorkers:
@@ -103,6 +106,7 @@ class StackedSyncer:
             size=payload_size(self._worker, payload),
             finite=finite,
             distance=distance,
+            models=self._models(at, w, distance, finite),
             parts={},
             gathered={part.name for part in parts if part.reduction == "gather"},
             scalars=self._scalars(payload, finite),
@@ -121,6 +125,24 @@ class StackedSyncer:
             pending.local_when_sent = [x.to(dtype, copy=True) for x in w.local]
         self.view.keep(w, chosen)
         return pending
+
+    def _models(
+        self, at: StackedMoment, w: WorkerTensors, distance: list[float], finite: list[bool]
+    ) -> list[int]:
+        """A digest of each local model, if it may be equal to another: if two are equally far from
+        the anchor. 0 for a model that is equal to the anchor in its own precision. With fragments
+        whole models are compared, at the end of a round."""
+        moved = [far for far, sound in zip(distance, finite, strict=True) if sound and far]
+        alike, low = len(set(moved)) < len(moved), w.local[0].dtype != self._anchor.flat.dtype
+        if not (alike and self._syncer.compares_models and self._ends_round(at)):
+            return [0] * self._workers
+        anchor, local = self._anchor.views, self.view.own(self.stack.params)
+        found = row_digests((a - x for a, x in zip(anchor, local, strict=True)), self._workers)
+        for k in range(self._workers):
+            pairs = zip(anchor, local, strict=True)
+            if not finite[k] or (low and all(torch.equal(x[k], a.to(x.dtype)) for a, x in pairs)):
+                found[k] = 0
+        return found
 
     def _look_at(
         self, w: WorkerTensors, payload: Payload, parts: list[Part]
@@ -293,8 +315,13 @@ class StackedSyncer:
 
     def apply(self, pending: StackedPending) -> None:
         """Change the anchor, the local models and the buffers."""
-        reports = [WorkerReport(finite=finite) for finite in pending.finite]
-        check_finite(reports, pending.where, self._syncer.guard.skip_nonfinite)
+        guard = self._syncer.guard
+        numbers = zip(pending.finite, self.gradients, pending.models, strict=True)
+        reports = [WorkerReport(finite=f, gradient=g, model=m) for f, g, m in numbers]
+        check_finite(reports, pending.where, guard.skip_nonfinite)
+        if guard.compares_work:
+            check_own_work(reports, pending.where)
+        self.gradients = [0] * self._workers  # they are compared once
         self._global_step(pending)
         self._restart(pending)
         self._residues.update({key: left for key, left in pending.left.items() if left})

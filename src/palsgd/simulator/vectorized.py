@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from palsgd.digest import row_digests
 from palsgd.errors import NonFiniteError
 from palsgd.finite import all_finite
 from palsgd.guard import nonfinite_step
@@ -223,11 +224,25 @@ class Vectorized:
         grads = self._take_gradients(who)
         own = [(member, member.slots(slots)) for member in self._members()]
         own = [(member, found) for member, found in own if found]
+        self._compare_gradients(own, who, grads)
         self._before_gradient(start, own, who, grads)
         self.stack.step(who, grads, self._columns(slots, rates))
         for member, found in own:
             if member.run.method.overrides("after_gradient"):
                 member.rules.after_gradient(start, found, rates[member.number])
+
+    def _compare_gradients(
+        self, own: list[tuple[Member, dict[int, GradientSlot]]], who: list[int], grads: list[Tensor]
+    ) -> None:
+        """Let the next sync compare the first gradients of the local phase, as between
+        processes."""
+        for member, found in own:
+            guard = member.run.worker.warmup.guard
+            if guard.awaits_gradient:
+                guard.awaits_gradient = False
+                low = who.index(member.first + next(iter(found)))
+                digests = row_digests([g[low : low + len(found)] for g in grads], len(found))
+                member.rules.saw_gradients(dict(zip(found, digests, strict=True)))
 
     def _before_gradient(
         self,

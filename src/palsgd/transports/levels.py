@@ -37,10 +37,19 @@ def wrapper_group(model: nn.Module) -> ProcessGroup | None:
 
 
 def leaves_workers_apart(model: DistributedDataParallel, transport: Transport) -> bool:
-    """Do all ranks that `model` averages over belong to this worker?"""
-    own = {dist.get_rank()} if transport.inside is None else set(ranks_of(transport.inside))
-    several = len(own) > 1 or transport.workers > 1
-    return several and own.issuperset(ranks_of(model.process_group))
+    """Does `model` average over ranks of this worker only? A transport that is not over processes
+    has workers of one rank."""
+    averaged = set(ranks_of(model.process_group))
+    several = len(averaged) > 1 or transport.workers > 1
+    others = set(ranks_of(transport.group)) if hasattr(transport, "group") else averaged
+    return several and averaged & others == {dist.get_rank()}
+
+
+def check_attached(model: nn.Module, transport: Transport) -> None:
+    """Raise if a wrapper that was put around the model later does not fit the optimizer's group.
+    All ranks must call this."""
+    if hasattr(transport, "group"):
+        copies_inside(transport.group, wrapper_group(model))
 
 
 def copies_inside(group: ProcessGroup | None, wrapper: ProcessGroup | None) -> ProcessGroup | None:

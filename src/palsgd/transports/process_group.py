@@ -32,7 +32,7 @@ class ProcessGroupTransport(Transport):
         *,
         sharded: bool = False,
     ):
-        self._group, self.inside, self.sharded = group, inside, sharded
+        self.group, self.inside, self.sharded = group, inside, sharded
         self.worker, self.workers = dist.get_rank(group), dist.get_world_size(group)
         self.rank_inside = 0 if inside is None else dist.get_rank(inside)
         # NCCL averages CUDA tensors itself
@@ -74,16 +74,16 @@ class ProcessGroupTransport(Transport):
         message.divisor = 1 if averages else self.workers
         if values.numel():
             operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-            dist.all_reduce(values, operation, group=self._group)
+            dist.all_reduce(values, operation, group=self.group)
 
     def scatter(self, rows: Tensor) -> Tensor:
         received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=self._group)
+        dist.all_to_all_single(received, rows, group=self.group)
         return received
 
     def gather(self, row: Tensor) -> Tensor:
         rows = row.new_empty(self.workers, len(row))
-        dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self._group)
+        dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self.group)
         return rows
 
     def prepare(self, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class ProcessGroupTransport(Transport):
         Every rank must call this."""
         if self._behind is None:
             inside = None if self.inside is None else _twin(self.inside)
-            self._behind = ProcessGroupTransport(_twin(self._group), inside, sharded=self.sharded)
+            self._behind = ProcessGroupTransport(_twin(self.group), inside, sharded=self.sharded)
             self._background = Background(device)
 
     def start(self, message: Message) -> None:
@@ -123,7 +123,7 @@ class ProcessGroupTransport(Transport):
         # settings of all.
         mine = [(dist.get_rank(), settings)]
         inside = mine if self.inside is None else gathered(mine, self.inside)
-        everyone = gathered(inside, self._group)
+        everyone = gathered(inside, self.group)
         everyone.sort(key=lambda found: found[0])
         check_agreement([s for _, s in everyone], [f"rank {rank}" for rank, _ in everyone])
 
