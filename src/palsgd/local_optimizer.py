@@ -368,6 +368,7 @@ class LocalOptimizer(Optimizer):
         Raises:
             ConsensusError: a worker called it while another came to a sync within its loop.
         """
+        self.train()
         self._drive(self._worker.finish())
 
     @property
@@ -650,7 +651,6 @@ def _inner(inner: Any) -> Optimizer:
             f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
-    check_communicates_not(inner)
     for part in parts_of(inner):
         if isinstance(part, LocalOptimizer):
             raise ValueError(
@@ -664,6 +664,7 @@ def _inner(inner: Any) -> Optimizer:
                 "step here takes the one gradient that it is given; use an optimizer whose step() "
                 "needs no closure, such as torch.optim.AdamW"
             )
+    check_communicates_not(inner)
     return inner
 
 

@@ -344,7 +344,9 @@ class Syncer:
             chained([digest, self.states.digest(fragment)]),
             finite=finite,
             meter=self.meter,
-            model=model,
+            # A worker without steps has nothing of its own to compare. Its model may differ from
+            # the anchor by the rounding of a delayed sync, as another worker's may.
+            model=0 if pending.at.idle else model,
             steps=pending.at.taken,
             idle=pending.at.idle,
             device=self.replica.device,

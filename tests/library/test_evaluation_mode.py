@@ -123,6 +123,17 @@ def test_until_goes_back_to_training():
     assert opt.clock == 12
 
 
+def test_finish_after_eval_syncs_the_local_model():
+    ends = []
+    for evaluates in (False, True):
+        model, opt = trained()
+        if evaluates:
+            opt.eval()
+        opt.finish()
+        ends.append(vector(model))
+    np.testing.assert_array_equal(*ends)
+
+
 def test_a_state_and_a_checkpoint_saved_after_eval_are_those_of_training(tmp_path):
     model, opt = trained()
     local, clock = vector(model), opt.clock

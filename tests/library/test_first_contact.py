@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import palsgd
 from support.problems import batches, linear, mse, train
@@ -276,6 +277,32 @@ def test_settings_that_differ(world):
     for got in world.outcomes(other_settings, workers=2, timeout=8):
         assert got.error == "ValueError", got.trace
         assert "seed differs between workers: rank 1 has 1, rank 0 has 0" in got.message
+
+
+def wrapped_later():
+    model, opt = built_between(mix_prob=0.0)
+    wrapped = DistributedDataParallel(model)
+    for batch in batches() * 2:
+        take_step(wrapped, opt, batch)
+
+
+def test_a_model_that_is_wrapped_in_ddp_after_the_optimizer_was_built(world):
+    for got in world.outcomes(wrapped_later, workers=2, timeout=10):
+        assert got.error == "ConsensusError", got.trace
+        assert "something else averages in every step" in got.message
+        assert "call opt.attach(model)" in got.message
+
+
+def same_data():
+    model, opt = built_between(mix_prob=0.0)
+    train(model, opt, batches(0), 12)
+
+
+def test_the_same_data_on_all_workers(world):
+    for got in world.outcomes(same_data, workers=2, timeout=10):
+        assert got.error == "ConsensusError", got.trace
+        assert "these workers train on the same data" in got.message
+        assert "DistributedSampler" in got.message
 
 
 # -- states ------------------------------------------------------------------------------------
