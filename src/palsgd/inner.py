@@ -38,12 +38,19 @@ class ChainedOptimizer(Optimizer):
         for part in self.parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, saved in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(saved)
+        groups, first = list(state_dict["param_groups"]), 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups, and the inner optimizers have "
+                f"{len(self.param_groups)}; load it into optimizers of the same groups"
+            )
+        for part in self.parts:
+            own = groups[first : first + len(part.param_groups)]
+            keys = {key for group in own for key in group["params"]}
+            state = {key: entry for key, entry in state_dict["state"].items() if key in keys}
+            part.load_state_dict({"state": state, "param_groups": own})
+            first += len(own)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -103,6 +110,31 @@ def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
             f"scheduler={kind} is bound to another {type(bound).__name__}, whose learning rates "
             "are not those of inner; make it from the inner optimizer that is given here"
         )
+
+
+# Entries of a parameter group that say how a step is computed, not what it computes, or that change
+# during training.
+_NO_SETTINGS = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+
+
+def inner_settings(inner: Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of each parameter group as they are at the start of training."""
+    return [
+        {
+            "lr": float(group.get("initial_lr", group["lr"])),
+            **{k: _comparable(v) for k, v in group.items() if k not in _NO_SETTINGS},
+        }
+        for group in inner.param_groups
+    ]
+
+
+def _comparable(value: Any) -> Any:
+    """The value, if it is a number or a text, or numbers; else a text that describes it."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_comparable(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
 @contextmanager

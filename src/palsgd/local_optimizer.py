@@ -20,11 +20,12 @@ from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer, check_scheduler
+from palsgd.inner import ChainedOptimizer, check_scheduler, inner_settings
 from palsgd.ledger import Ledger
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options, documented
 from palsgd.outer import OuterFactory, plain_average
+from palsgd.packing import refuse_palsgd_state
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.state import Parts, load_state, save_state
@@ -98,6 +99,7 @@ class LocalOptimizer(Optimizer):
             delay=delay,
             fragments=fragments,
         )
+        refuse_palsgd_state(inner)
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         self._share_inner()
@@ -117,6 +119,7 @@ class LocalOptimizer(Optimizer):
             "workers": self.transport.workers,
             **options.as_config(),
             "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
+            "inner_settings": inner_settings(inner),
             "outer": _signature(self.outer),
         }
         self._agree(replica, bucket_mb)

@@ -17,7 +17,7 @@ class Replica:
     def __init__(self, model: nn.Module, inner: Optimizer):
         named: dict[Tensor, str] = {p: name for name, p in unwrapped(model).named_parameters()}
         _check_ownership(named, inner)
-        self._inner = inner
+        self.inner = inner
         self.params = trainable(inner)
         self.names = [named[p] for p in self.params]
         _check_tensors(self.params, self.names)
@@ -39,7 +39,7 @@ class Replica:
         return [local_tensor(p) for p in self.params] if self.sharded else list(self.params)
 
     def check_unchanged(self) -> None:
-        now = trainable(self._inner)
+        now = trainable(self.inner)
         if len(now) != len(self.params) or any(
             p is not q for p, q in zip(now, self.params, strict=True)
         ):

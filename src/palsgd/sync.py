@@ -189,6 +189,12 @@ class Syncer:
         self.pending = None
         return outcome
 
+    def start_over(self) -> None:
+        """Forget what earlier syncs have left, as before the local phase."""
+        self.pending, self.residues = None, {}
+        self.outer.state.clear()
+        self.states.reset()
+
     # -- sending -------------------------------------------------------------------------------
 
     def _pack(

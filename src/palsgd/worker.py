@@ -73,11 +73,15 @@ class Worker:
         self.inner, self.warmup, self._syncer = inner, warmup, syncer
         self.meter, self.listeners = meter, listeners
         self.interval = interval  # None once H is settled
-        self.at = Progress(fragments=schedule.fragments)
-        self.at.rate_sums = [0.0] * len(inner.optimizer.param_groups)
+        self._first = (schedule, facts, interval)  # as it was built
+        self.at = self._no_progress()
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
         self._plain_until = -1  # nothing is due around gradient steps that begin before this clock
+
+    def _no_progress(self) -> Progress:
+        rate_sums = [0.0] * len(self.inner.optimizer.param_groups)
+        return Progress(fragments=self.schedule.fragments, rate_sums=rate_sums)
 
     @property
     def syncer(self) -> Syncer:
@@ -423,7 +427,7 @@ class Worker:
         interval = self.interval
         if interval is None:
             return
-        chosen = interval.after_round(self.at.rounds, share=self.method.gradient_share)
+        chosen = interval.after_round(share=self.method.gradient_share)
         if chosen is None:
             return
         length, found = chosen
@@ -551,6 +555,17 @@ class Worker:
     def end_at(self, clock: int | None) -> None:
         self.schedule = self.schedule.with_end(clock)
         self._plain_until = -1
+
+    def start_over(self) -> None:
+        """Forget all progress, as a load is going to set it."""
+        end = self.schedule.end
+        self.schedule, self.facts, self.interval = self._first
+        self.schedule = self.schedule.with_end(end)
+        if self.interval is not None:
+            self.interval.costs = []
+        self.at = self._no_progress()
+        if self._syncer is not None:
+            self._syncer.start_over()
 
     def resumed(self) -> None:
         """Drop what was computed before progress and schedule were set from a saved state."""
