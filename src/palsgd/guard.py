@@ -1,7 +1,7 @@
 """The header of a sync, and what all workers check in it before they change anything.
 
-Each worker puts a digest of its anchor, a finite flag and the seconds of its last exchange into the
-first message of a sync. Every worker reads the headers of all of them.
+Each worker puts a few numbers about itself into the first message of a sync, such as a digest of
+its anchor. Every worker reads the headers of all of them.
 """
 
 from collections import Counter
@@ -16,14 +16,20 @@ from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
 from palsgd.transports.transport import Transport
 
+_MASK = 0xFFFFFFFF
+
 
 @dataclass(frozen=True)
 class WorkerReport:
     """One worker's part of the header."""
 
-    digest: int  # 32 bits of its anchor
-    finite: bool  # is its local model finite?
-    seconds: float  # seconds of its last exchange, waiting included
+    digest: int = 0  # 32 bits of its anchor
+    finite: bool = True  # is its local model finite?
+    finished: bool = False  # has its training loop come to its end?
+    seconds: float = 0.0  # seconds of its last exchange, waiting included
+    gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
+    model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
+    steps: int = 0  # its gradient steps so far, modulo 2^16
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
 
@@ -32,7 +38,7 @@ class Header:
     """A few numbers per worker. Each worker fills its own place and sends zeros in all other
     places, so the mean holds the numbers of all workers, divided by K.
 
-    The 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
+    A 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
     at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
     """
 
@@ -43,18 +49,34 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        line = [mine.digest & 0xFFFF, mine.digest >> 16, float(not mine.finite)]
-        line += [mine.seconds, mine.sync_s, mine.step_s]
+        flags = (not mine.finite) + 2 * mine.finished
+        line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
+        line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
         own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
         return section
 
     def decode(self, mean: Tensor) -> list[WorkerReport]:
         lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
-        return [
-            WorkerReport(round(low) + (round(high) << 16), round(broken) == 0, *seconds)
-            for low, high, broken, *seconds in lines
-        ]
+        return [_report(line) for line in lines]
+
+
+def _halves(digest: int) -> tuple[int, int]:
+    return digest & 0xFFFF, digest >> 16
+
+
+def _report(line: list[float]) -> WorkerReport:
+    whole = [round(number) for number in line[:9]]
+    return WorkerReport(
+        digest=whole[0] + (whole[1] << 16),
+        finite=not whole[2] & 1,
+        finished=bool(whole[2] & 2),
+        seconds=line[3],
+        gradient=whole[4] + (whole[5] << 16),
+        model=whole[6] + (whole[7] << 16),
+        steps=whole[8],
+        **dict(zip(("sync_s", "step_s"), line[9:], strict=False)),
+    )
 
 
 class Guard:
@@ -67,17 +89,35 @@ class Guard:
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
+        self.gradient = 0  # 32 bits of the first gradient of the local phase, until a sync has them
         self._combine = transport.combine
 
     def report(
-        self, digest: int, *, finite: bool, meter: Meter, step_s: float, device: torch.device
+        self,
+        digest: int,
+        *,
+        finite: bool,
+        meter: Meter,
+        device: torch.device,
+        model: int = 0,
+        steps: int = 0,
+        step_s: float = 0.0,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
         report."""
-        whole = torch.tensor([digest, not finite], device=device)
+        whole = torch.tensor([digest, not finite, self.gradient, model], device=device)
         self._combine(whole)
-        total, broken = whole.tolist()
-        return WorkerReport(total & 0xFFFFFFFF, not broken, meter.exchange_s, meter.sync_s, step_s)
+        digest, broken, gradient, model = whole.tolist()
+        return WorkerReport(
+            digest=digest & _MASK,
+            finite=not broken,
+            seconds=meter.exchange_s,
+            gradient=gradient & _MASK,
+            model=0 if broken else model & _MASK,
+            steps=steps,
+            sync_s=meter.sync_s,
+            step_s=step_s,
+        )
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)

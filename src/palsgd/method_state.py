@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palsgd.anchor import digest
+from palsgd.digest import chained, digest
 from palsgd.flat import FlatModel
 from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
@@ -65,8 +65,8 @@ class MethodState:
     def digest(self, fragment: int | None) -> int:
         """The digest of the states that must be equal on all workers."""
         kept, numbers = self.common.values(), list(self.common_scalars.values())
-        total = sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
-        return total + digest(torch.tensor(numbers, dtype=torch.float64)) if numbers else total
+        found = [digest(k.flat if fragment is None else k.part(fragment)) for k in kept]
+        return chained([*found, digest(torch.tensor(numbers, dtype=torch.float64))])
 
 
 def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:

@@ -18,8 +18,8 @@ from palsgd.tensors import WorkerTensors
 if TYPE_CHECKING:
     from palsgd.worker import Worker
 
-REPORT = 4  # numbers of each worker in the header of a sync (see palsgd.guard)
-REPORT_WITH_COSTS = 6  # the same, while sync_every="auto" measures
+REPORT = 9  # numbers of each worker in the header of a sync (see palsgd.guard)
+REPORT_WITH_COSTS = 11  # the same, while sync_every="auto" measures
 
 
 def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:

@@ -23,6 +23,7 @@ from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
+from palsgd.digest import chained
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -50,6 +51,7 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    taken: int = 0  # gradient steps of this worker since the start of training
 
 
 class SentPart(NamedTuple):
@@ -123,14 +125,15 @@ class Syncer:
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
         self.codec = codec
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
+        self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
         # trained before the means are applied, or is read by the method's own rules.
-        low = any(t.dtype != self.replica.dtype for t in self.replica.local())
+        self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
-        self.rules, self.whole = rules, delayed or low or rules
+        self.rules, self.whole = rules, delayed or self._low or rules
 
     # -- the two halves ------------------------------------------------------------------------
 
@@ -209,13 +212,16 @@ class Syncer:
         parts = due_parts(self.method, payload, at.round, w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
-            digest = None
+            digest, moved, first = None, None, not pending.messages
             if bucket is not None:
-                alone = not pending.messages and not self._parks(at.fragment)
-                found = displaced(bucket, self.anchor, self.replica.local(), with_digest=alone)
-                squares, digest = squares + found.squares, found.digest
-            if not pending.messages:
-                report = self._report(pending, parts, squares, digest)
+                alone = first and not self._parks(at.fragment)
+                found = displaced(
+                    bucket, self.anchor, self.replica.local(), with_digest=alone, with_moved=first
+                )
+                squares, digest, moved = squares + found.squares, found.digest, found.moved
+            if first:
+                model = self._model_digest(at.fragment, moved or 0)
+                report = self._report(pending, parts, squares, digest, model)
             if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
@@ -267,8 +273,32 @@ class Syncer:
         number = len(pending.messages)
         return Message(values, 0, self.codec, self.residues.get((pending.at.fragment, number)))
 
+    def _model_digest(self, fragment: int, moved: int) -> int:
+        """A digest that is equal on two workers whose local models are equal, from the 32 bits of
+        the displacement, as all anchors are equal. With fragments it is that of a whole round, sent
+        with the last fragment: two workers may well have the same fragment, if no gradient of
+        theirs reaches it. 0 if there is nothing to compare."""
+        if moved and self._low and self._equals_anchor(fragment):
+            moved = 0
+        if fragment == 0:
+            self._moved = {}
+        self._moved[fragment] = moved
+        if len(self._moved) < len(self.anchor.ranges) or not self.guard.compares:
+            return 0
+        return self._moved[0] if fragment == 0 else chained(self._moved.values())
+
+    def _equals_anchor(self, fragment: int) -> bool:
+        """Is the local model equal to the anchor in the model's own, low precision?"""
+        pairs = zip(self.view.local_pieces(fragment), self.anchor.pieces(fragment), strict=True)
+        return all(torch.equal(x, a.to(x.dtype)) for x, a in pairs)
+
     def _report(
-        self, pending: PendingSync, parts: list[Part], squares: Tensor, digest: int | None
+        self,
+        pending: PendingSync,
+        parts: list[Part],
+        squares: Tensor,
+        digest: int | None,
+        model: int,
     ) -> WorkerReport:
         """This worker's part of the header. If the model is sent in one message, the norm of the
         displacement shows whether it is finite; otherwise every tensor is read."""
@@ -280,9 +310,11 @@ class Syncer:
         if digest is None:
             digest = self.anchor.digest(fragment)
         report = self.guard.report(
-            digest + self.states.digest(fragment),
+            chained([digest, self.states.digest(fragment)]),
             finite=finite and self.buffers.finite(),
             meter=self.meter,
+            model=model,
+            steps=pending.at.taken,
             step_s=pending.at.step_s,
             device=self.replica.device,
         )

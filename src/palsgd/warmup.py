@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from palsgd.anchor import digest
 from palsgd.buffers import Buffers
+from palsgd.digest import chained, digest
 from palsgd.flat import Buckets
 from palsgd.guard import Guard, WorkerReport
 from palsgd.memory import MessageMemory
@@ -156,13 +156,13 @@ class Warmup:
         """In the first step the header has a digest of the model, as nothing else compares plain
         modules. Later the digest is 0, so that every step sends the same number of bytes."""
         if self.compared:
-            return WorkerReport(0, True, 0.0)
-        own = clock
+            return WorkerReport()
+        found = [clock]
         for bucket in buckets.ranges:
             bucket.read(self._replica.local())
-            own += digest(bucket.flat)
+            found.append(digest(bucket.flat))
         return self.guard.report(
-            own, finite=True, meter=self._meter, step_s=0.0, device=self._replica.device
+            chained(found), finite=True, meter=self._meter, device=self._replica.device
         )
 
 

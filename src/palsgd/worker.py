@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from palsgd.auto_interval import AutoInterval
+from palsgd.digest import chained
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
 from palsgd.guard import costs
 from palsgd.inner import InnerStep
@@ -194,10 +195,10 @@ class Worker:
         syncer.buffers.set_from_local()
         guard, like = syncer.guard, syncer.memory.template
         report = guard.report(
-            syncer.anchor.digest() + syncer.states.digest(None),
+            chained([syncer.anchor.digest(), syncer.states.digest(None)]),
             finite=True,
             meter=self.meter,
-            step_s=0.0,
+            steps=at.gradient_steps,
             device=self.inner.replica.device,
         )
         header = guard.encode(report, like)
@@ -409,6 +410,7 @@ class Worker:
             rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
             step_s=self.meter.step_seconds(since) if measured else 0.0,
             rates=tuple(self.at.rates or self.inner.rates()),
+            taken=self.at.gradient_steps,
         )
 
     def _synced(self, outcome: Outcome) -> None:

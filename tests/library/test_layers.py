@@ -12,7 +12,7 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
+    ("checks", "digest", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
     ("auto_interval", "codecs", "meter", "replica", "schedule", "units"),
     ("anchor", "buffers", "inner", "memory", "passes", "transports"),
     ("composed", "method", "methods", "method_state", "method_view", "registry", "tensors"),

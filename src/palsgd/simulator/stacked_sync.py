@@ -282,7 +282,7 @@ class StackedSyncer:
 
     def apply(self, pending: StackedPending) -> None:
         """Change the anchor, the local models and the buffers."""
-        reports = [WorkerReport(0, finite, 0.0) for finite in pending.finite]
+        reports = [WorkerReport(finite=finite) for finite in pending.finite]
         check_finite(reports, pending.where, self._syncer.guard.skip_nonfinite)
         self._global_step(pending)
         self._restart(pending)
