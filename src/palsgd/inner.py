@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from palsgd.replica import Replica
+from palsgd.sharding import local_tensor
 
 
 class ChainedOptimizer(Optimizer):
@@ -87,6 +88,16 @@ class InnerStep:
     def tick(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+def only_initialises(inner: Optimizer) -> bool:
+    """Is this the step by which torch's state helpers make the state of a new optimizer: all
+    learning rates 0, all gradients 0, no state yet? A schedule may begin with 0 too, but its
+    gradients do not."""
+    if inner.state or any(float(group["lr"]) for group in inner.param_groups):
+        return False
+    grads = [p.grad for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    return all(grad is not None and not local_tensor(grad).any() for grad in grads)
 
 
 def check_scheduler(scheduler: Any, inner: Optimizer) -> None:

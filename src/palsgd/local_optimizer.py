@@ -20,18 +20,20 @@ from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer, check_scheduler, inner_settings
+from palsgd.inner import ChainedOptimizer, check_scheduler, inner_settings, only_initialises
 from palsgd.ledger import Ledger
+from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options, documented
 from palsgd.outer import OuterFactory, plain_average
 from palsgd.packing import refuse_palsgd_state
+from palsgd.position import Company
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
-from palsgd.transports.transport import Transport, ambient_transport
+from palsgd.transports.transport import Message, Transport, ambient_transport
 from palsgd.worker import Exchange
 
 
@@ -123,6 +125,7 @@ class LocalOptimizer(Optimizer):
             "outer": _signature(self.outer),
         }
         self._agree(replica, bucket_mb)
+        self._join_others()
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
         if delay:
@@ -141,6 +144,20 @@ class LocalOptimizer(Optimizer):
             }
         )
 
+    def _join_others(self) -> None:
+        """Have the optimizers that use the same process group compare, before each sync, which of
+        them it is of. The workers agree whether there are several, as one may have dropped an
+        optimizer that another still holds."""
+        worker, company = self._worker, Company.of(self.transport.channel)
+        worker.optimizer = company.join(worker)
+        if worker.optimizer == 0 or self.transport.workers == 1:
+            return
+        several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
+        self.transport.mean(Message(several))
+        if several.item() > 0:
+            for member in company.members:
+                member.crowded = True
+
     def _title(self) -> str:
         """The name of the method in messages and settings."""
         if type(self) is not LocalOptimizer:
@@ -148,10 +165,18 @@ class LocalOptimizer(Optimizer):
         return str(self._worker.method)
 
     def _share_inner(self) -> None:
-        """Make the groups and the state the inner optimizer's own objects, so that schedulers,
-        GradScaler and hooks act on the same objects whether they are given this optimizer or the
-        inner one."""
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        """Make the groups the inner optimizer's own objects, so that schedulers, GradScaler and
+        hooks act on the same objects whether they are given this optimizer or the inner one."""
+        self.param_groups = self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return LiveState(self._worker) if "_worker" in vars(self) else self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignore the state that the base class sets, as it is the inner optimizer's."""
 
     def set_scheduler(
         self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
@@ -188,6 +213,9 @@ class LocalOptimizer(Optimizer):
             raise RuntimeError(
                 "step() inside anchor_weights(): leave the with block before training"
             )
+        if self._worker.at.clock == 0 and only_initialises(self.inner):
+            self.inner.step()
+            return None
         # torch calls the hooks of a subclass's own step
         hooked = type(self).step is LocalOptimizer.step
         if hooked and (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
@@ -315,6 +343,13 @@ class LocalOptimizer(Optimizer):
     def rounds(self) -> int:
         """Rounds completed, each with its sync."""
         return self._worker.at.rounds
+
+    @property
+    def may_save(self) -> bool:
+        """Do all workers that have taken as many gradient steps as this one have the same syncs
+        behind them? States that all workers save after the same iteration can be loaded together
+        only then. It is always True with `draws="balanced"` or `"shared"`, and costs no message."""
+        return self._worker.may_save
 
     @property
     def synced(self) -> bool:

@@ -78,6 +78,18 @@ def unpacked(
     return _with_tensors(tree, own, loose, replica), inner
 
 
+def numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a saved state holds beside tensors: clock, settings, counts, ledger and so on."""
+    entries = (entry.get(OWN, {}) for entry in state["state"].values())
+    found = next((own[_SCALARS] for own in entries if _SCALARS in own), None)
+    if found is None:
+        raise ValueError(
+            "the state is that of a plain optimizer; give what the state_dict() of a palsgd "
+            "optimizer returned"
+        )
+    return decode(_own_row(found, 0))
+
+
 def refuse_palsgd_state(inner: Optimizer) -> None:
     """Raise if a palsgd state was loaded into a plain optimizer, which took it for its own."""
     if any(isinstance(entry, dict) and OWN in entry for entry in inner.state.values()):

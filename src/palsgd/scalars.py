@@ -73,7 +73,7 @@ def _restored(value: Any) -> Any:
         return torch.tensor(items, dtype=getattr(torch, value["dtype"]))
     if kind == "dtype":
         return getattr(torch, items)
-    make = {"dict": dict, "counter": _counter, "tuple": tuple, "set": set}[kind]
+    make: Any = {"dict": dict, "counter": _counter, "tuple": tuple, "set": set}[kind]
     return make(_restored(items))
 
 

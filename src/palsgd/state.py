@@ -17,7 +17,7 @@ from torch import Tensor
 from palsgd.auto_interval import Costs
 from palsgd.codecs.coded_mean import Residue
 from palsgd.flat import FlatModel
-from palsgd.packing import ModelLike, like_shard, packed, snapshot, unpacked
+from palsgd.packing import ModelLike, like_shard, numbers, packed, snapshot, unpacked
 from palsgd.replica import Replica
 from palsgd.schedule import Span
 from palsgd.sharding import local_tensor
@@ -25,6 +25,8 @@ from palsgd.state_0_1 import converted
 from palsgd.sync import Moment, PendingSync, SentPart, Syncer
 from palsgd.transports.transport import Message, Transport
 from palsgd.worker import Progress, Worker
+
+__all__ = ["SCHEMA", "Parts", "load_state", "numbers", "save_state"]
 
 VERSION = 3
 
@@ -342,11 +344,11 @@ def _load_method(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None
         for name in kept:
             if name in found:
                 _load_model_like(replica, kept[name], found[name])
-    for scalars, numbers in (
+    for scalars, found in (
         (states.local_scalars, saved["local scalars"]),
         (states.common_scalars, saved["global scalars"]),
     ):
-        scalars.update({name: numbers[name] for name in scalars if name in numbers})
+        scalars.update({name: found[name] for name in scalars if name in found})
 
 
 # -- the inner optimizer -----------------------------------------------------------------------
@@ -411,7 +413,7 @@ def _complete_outer_state(syncer: Syncer) -> dict[Tensor, dict[str, Any]]:
             syncer.anchor.flat.copy_(kept)
             for param in unused:
                 param.grad = None
-    found = {p: dict(outer.state.get(p, {})) for p in params}
+    found: dict[Tensor, dict[str, Any]] = {p: dict(outer.state.get(p, {})) for p in params}
     for param in unused:
         outer.state.pop(param, None)
     return found
@@ -436,10 +438,10 @@ def _load_outer(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None:
     if "state" in saved:  # of release 0.1.0
         outer.load_state_dict(_plain(saved))
         return
-    numbers, used = saved["numbers"], saved["used"]
-    if len(numbers) != len(params):  # other fragments
-        numbers, used = [numbers[0]] * len(params), [any(used)] * len(params)
-    for param, entry, counts in zip(params, numbers, used, strict=True):
+    entries, used = saved["numbers"], saved["used"]
+    if len(entries) != len(params):  # other fragments
+        entries, used = [entries[0]] * len(params), [any(used)] * len(params)
+    for param, entry, counts in zip(params, entries, used, strict=True):
         if counts:
             outer.state[param] = snapshot(entry)
     for name, tensors in saved["tensors"].items():
@@ -622,9 +624,8 @@ def _gathered_up(syncer: Syncer, fragment: int, saved: Any) -> Tensor | None:
 
 def _pending(syncer: Syncer, saved: dict[str, Any]) -> PendingSync:
     kept = dict(saved)
-    fragment, clock, round, due, steps, sums, step_s, *rates = kept["at"]
-    lately = tuple(rates[0]) if rates else ()
-    kept["at"] = Moment(fragment, clock, round, due, steps, tuple(sums), step_s, lately)
+    at: Any = [tuple(each) if isinstance(each, list) else each for each in kept["at"]]
+    kept["at"], fragment = Moment(*at), int(at[0])
     kept["parts"] = [SentPart(*part) for part in kept["parts"]]
     kept["messages"] = [_message(syncer, fragment, found) for found in kept["messages"]]
     kept["local_when_sent"] = _gathered_up(syncer, fragment, kept["local_when_sent"])

@@ -4,6 +4,11 @@ import math
 import re
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from palsgd.payload import REPORT, REPORT_WITH_COSTS
+
 
 def converted(
     state: dict[str, Any],
@@ -55,24 +60,29 @@ def converted(
         "rank": {
             rank: {
                 "residues": own["residues"],
-                "pending": None if own["flight"] is None else _pending_sync(own["flight"], none),
+                "pending": None
+                if own["flight"] is None
+                else _pending_sync(own["flight"], none, here),
             }
             for rank, own in state["own"].items()
         },
     }
 
 
-def _pending_sync(saved: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
+def _pending_sync(
+    saved: dict[str, Any], rate_sums: tuple[float, ...], here: dict[str, Any]
+) -> dict[str, Any]:
     """The pending sync of a saved state. Its text `where` has the round and clock of sending."""
     found = re.search(r"round (\d+) \(clock (\d+)\)", saved["where"])
     round, clock = (int(n) for n in found.groups()) if found else (0, saved["due"])
+    values = _with_header(saved["values"], saved["extras"], here)
     return {
         "at": (saved["fragment"], clock, round, saved["due"], 0, rate_sums, 0.0),
         "finite": saved["finite"],
         "parts": [("model", "mean", True)],
         "messages": [
             {
-                "values": saved["values"],
+                "values": values,
                 "sent": saved["sent"],
                 "gather": False,
                 "rows": None,
@@ -80,10 +90,22 @@ def _pending_sync(saved: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[s
             }
         ],
         "scalars": [],
-        "tail": saved["extras"],
+        "tail": saved["extras"] + len(values) - len(saved["values"]),
         "distance": saved["distance"],
         "sent": 0,
         "arrived": saved["arrived"],
         "parked": False,
         "local_when_sent": saved["departure"],
     }
+
+
+def _with_header(values: Tensor, extras: int, here: dict[str, Any]) -> Tensor:
+    """The values with a header of today's size. 0.1.0 sent fewer numbers of each worker, the first
+    of today's, and behind them two more while H was measured."""
+    measured = isinstance(here["sync_every"], str)
+    workers, width = here["workers"], REPORT_WITH_COSTS if measured else REPORT
+    size = (6 if measured else 4) * workers
+    sent, header, rest = values.split([len(values) - extras, size, extras - size])
+    rows = values.new_zeros(workers, width)
+    rows[:, :4] = header.view(workers, -1)[:, :4]
+    return torch.cat([sent, rows.view(-1), rest])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import palsgd
-from support.core_access import method_states
+from support.core_access import fields_of, method_states
 from support.problems import batches, linear, train
 from support.stepping import take_step
 

@@ -148,9 +148,7 @@ def test_a_state_is_a_snapshot_that_training_on_does_not_change():
         [t.numpy() if isinstance(t, torch.Tensor) else t for t in leaves(kept)],
     )
     anchors = [entry["palsgd"]["anchor"] for entry in state["state"].values()]
-    assert any(
-        not torch.equal(a, view) for a, view in zip(anchors, anchor_views(opt), strict=True)
-    )
+    assert any(not torch.equal(a, view) for a, view in zip(anchors, anchor_views(opt), strict=True))
 
 
 def leaves(value):

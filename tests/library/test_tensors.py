@@ -14,6 +14,7 @@ from torch import nn
 
 import palsgd
 from palsgd.flat import Buckets, Layout
+from support.core_access import fields_of
 from support.problems import batches, global_vector, mse, net, train, vector
 
 RULES = dict(sync_every=4, mix_prob=0.3, mix_rate=1.0, seed=11)
@@ -294,7 +295,12 @@ def frozen_job(steps, listed):
     walk(model, opt, steps, worker=dist.get_rank())
     moved = [bool((a != b).any()) for a, b in zip(start, tensors(model), strict=True)]
     elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return moved, [e["bytes_sent"] for e in opt.ledger.history], elements, list(fields_of(opt)["anchor"])
+    return (
+        moved,
+        [e["bytes_sent"] for e in opt.ledger.history],
+        elements,
+        list(fields_of(opt)["anchor"]),
+    )
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import palsgd
-from support.core_access import method_states
+from support.core_access import fields_of, method_states
 from support.pages import code_blocks, executed, section
 from support.places import ROOT
 from support.problems import batches, linear, mse, train, vector

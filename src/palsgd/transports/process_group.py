@@ -28,6 +28,10 @@ class ProcessGroupTransport(Transport):
         self._background: Background | None = None
         self._flying: WeakKeyDictionary[Message, Future[int]] = WeakKeyDictionary()
 
+    @property
+    def channel(self) -> Any:
+        return self._group or dist.group.WORLD
+
     def mean(self, message: Message) -> None:
         values = message.values
         if self.workers == 1:

@@ -111,6 +111,12 @@ class Transport(ABC):
     rank_inside: int = 0  # the number of this rank among the ranks of this worker
     inside: "ProcessGroup | None" = None  # the ranks of this worker, if it has several
 
+    @property
+    def channel(self) -> Any:
+        """What the messages go through. Optimizers with the same channel could take each other's
+        messages for their own."""
+        return self
+
     @abstractmethod
     def mean(self, message: Message) -> int | None:
         """Replace `message.values` by their mean over all workers, in place; the same bits on
