@@ -150,8 +150,8 @@ class LocalOptimizer(Optimizer):
         optimizer that another still holds."""
         worker, company = self._worker, Company.of(self.transport.channel)
         worker.optimizer = company.join(worker)
-        if worker.optimizer == 0 or self.transport.workers == 1:
-            return
+        if self.transport.workers == 1 or self.transport.channel is self.transport:
+            return  # nobody else uses its channel
         several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
         self.transport.mean(Message(several))
         if several.item() > 0:
