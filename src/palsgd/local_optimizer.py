@@ -412,12 +412,32 @@ class LocalOptimizer(Optimizer):
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state except the model. Save model.state_dict() of each worker too."""
+        """A snapshot of the whole state except the model, in the form of any torch optimizer's. It
+        costs the memory of a copy. Save model.state_dict() of each worker too."""
         return save_state(self._parts())
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Resume from `state_dict` bit for bit, also within a round. With `strict=False` the
-        settings may differ from the saved ones."""
+        """Resume from `state_dict` bit for bit, also within a round. Load the model before.
+
+        With `strict=True` the settings must be those under which the state was saved, the inner
+        optimizer's initial hyper-parameters included. With `strict=False` the settings are those of
+        this optimizer, inner and outer ones alike, and progress and tensors those of the state. The
+        learning rate stays at its point of the schedule. A sync under way is applied first. What no
+        longer fits is left out, and one warning names it: residues of codecs under another number
+        of workers, of fragments or another codec; the outer state, if the clock lies in the new
+        warm-up. With `sync_every="auto"` in place of a fixed H, H is measured anew.
+
+        The state of another worker resumes from its global model, with a warning. The state of a
+        plain optimizer is loaded into the inner one; the clock starts at 0, and the model is the
+        anchor with which the local phase begins.
+
+        Args:
+            state_dict: what `state_dict()` returned, here or on another optimizer.
+            strict: must the settings be equal?
+
+        Raises:
+            ValueError: the settings differ, or the state is of another model or release.
+        """
         load_state(self._parts(), state_dict, strict=strict)
 
     def _parts(self) -> Parts:
