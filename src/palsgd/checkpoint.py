@@ -35,7 +35,8 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
         RuntimeError: `opt.may_save` is False, so states that the workers save now could not be
             loaded together.
     """
-    if not opt.may_save:
+    # Workers that save right after a sync, each when it gets there, have the same syncs behind them.
+    if not (opt.may_save or opt.synced):
         raise RuntimeError(
             f"worker {opt.transport.worker} cannot save at clock {opt.clock}: after "
             f"{opt.gradient_steps} gradient steps some workers are before a sync and others behind "

@@ -156,7 +156,7 @@ def test_a_longer_warm_up_goes_on_from_the_model_without_anchor_and_outer_state(
 
 
 def test_inner_settings_are_the_new_ones_as_the_outer_ones_are():
-    model, opt = load(saved_diloco(3, lr=0.1), lr=0.01, outer=palsgd.nesterov(0.7, 0.5))
+    _, opt = load(saved_diloco(3, lr=0.1), lr=0.01, outer=palsgd.nesterov(0.7, 0.5))
     assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.01)
     assert opt.outer.param_groups[0]["lr"] == 0.7
     strict = diloco(lr=0.01, **ALONE)[1]

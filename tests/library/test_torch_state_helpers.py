@@ -158,7 +158,8 @@ def plain_net(seed=0):
 
 def sharded(seed):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "inside"))
-    return fully_shard(plain_net(seed), mesh=mesh)
+    # over both axes torch would take the workers for copies, and a full state for that of all
+    return fully_shard(plain_net(seed), mesh=mesh["inside"]), mesh["workers"].get_group()
 
 
 SHARDED = {
@@ -171,15 +172,15 @@ SHARDED = {
 def sharded_through(options, case, stop, folder=None):
     lib = helpers()
     options = lib.StateDictOptions(**options)
-    model = sharded(0)
-    opt = palsgd.PALSGD(model, adamw(model), outer=NESTEROV, **SHARDED[case])
+    model, group = sharded(0)
+    opt = palsgd.PALSGD(model, adamw(model), outer=NESTEROV, group=group, **SHARDED[case])
     train(model, opt, stop)
     weights = lib.get_model_state_dict(model, options=options)
     state = copy.deepcopy(lib.get_optimizer_state_dict(model, opt, options=options))
     weights = copy.deepcopy(weights)
     train(model, opt, STEPS)
-    again = sharded(9)
-    resumed = palsgd.PALSGD(again, adamw(again), outer=NESTEROV, **SHARDED[case])
+    again, group = sharded(9)
+    resumed = palsgd.PALSGD(again, adamw(again), outer=NESTEROV, group=group, **SHARDED[case])
     lib.set_model_state_dict(again, weights, options=options)
     lib.set_optimizer_state_dict(again, resumed, state, options=options)
     train(again, resumed, STEPS)
