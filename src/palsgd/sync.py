@@ -132,6 +132,10 @@ class Syncer:
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
         self.codec, self.blend, self.averaged = codec, blend, averaged
         self.outer_scheduler = outer_scheduler  # stepped once per round
+        self._first_outer = {
+            param: {name: _copy(value) for name, value in entry.items()}
+            for param, entry in outer.state.items()
+        }
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
@@ -218,6 +222,18 @@ class Syncer:
         anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
         if not self.method.overrides("restart"):
             self.anchor.copy_to_local(pending.at.fragment)
+
+    def start_over(self) -> None:
+        """Forget what earlier syncs have left, as before the local phase."""
+        self.pending, self.residues = None, {}
+        self.reset_outer()
+        self.states.reset()
+
+    def reset_outer(self) -> None:
+        """Give the outer optimizer the state with which it was built, which most do without."""
+        self.outer.state.clear()
+        for param, entry in self._first_outer.items():
+            self.outer.state[param] = {name: _copy(value) for name, value in entry.items()}
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -571,6 +587,10 @@ class Syncer:
             round=at.round,
             gradient_steps=at.gradient_steps,
         )
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def due_parts(method: Method, payload: Payload, round: int, w: WorkerTensors) -> list[Part]:

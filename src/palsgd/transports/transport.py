@@ -116,6 +116,12 @@ class Transport(ABC):
     sharded: bool = False  # does each of them hold a part of the model, instead of a copy?
     shares_code: bool = False  # do all workers run in this process?
 
+    @property
+    def channel(self) -> Any:
+        """What the messages go through. Optimizers with the same channel could take each other's
+        messages for their own."""
+        return self
+
     @abstractmethod
     def mean(self, message: Message) -> int | None:
         """Replace `message.values` by their mean over all workers, in place; the same bits on
