@@ -74,7 +74,7 @@ class Bucket:
     """
 
     def __init__(self, layout: Layout, low: int, buffer: Tensor):
-        self._layout, self._low, self.flat = layout, low, buffer
+        self._layout, self.low, self.flat = layout, low, buffer
         self._whole: list[tuple[int, Tensor]] = []  # tensor, its view in the buffer
         self._cut: list[tuple[int, slice, slice]] = []  # tensor, the part of it, the part's place
         high = low + buffer.numel()
@@ -133,7 +133,7 @@ class Bucket:
         return sorted(whole + cut, key=lambda found: found.tensor)
 
     def _place_of(self, i: int) -> Place:
-        start = self._layout.starts[i] - self._low
+        start = self._layout.starts[i] - self.low
         return Place(i, None, slice(start, start + self._layout.sizes[i]))
 
     def put_back(self, parts: list[Tensor], tensors: list[Tensor]) -> None:
@@ -161,7 +161,7 @@ class Bucket:
 
     def part_of(self, flat: Tensor) -> Tensor:
         """The elements of this range in another flat model."""
-        return flat[self._low : self._low + self.flat.numel()]
+        return flat[self.low : self.low + self.flat.numel()]
 
     def subtract(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
         """Fill the bucket with `flat` minus `tensors`. `views` are the views of `flat`, tensor by

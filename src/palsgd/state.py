@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
-from palsgd.codecs.coded_mean import Residue
+from palsgd.codecs.residues import PartResidue, from_messages
 from palsgd.flat import FlatModel
 from palsgd.replica import Replica
 from palsgd.schedule import Span
@@ -266,14 +266,16 @@ def _load_scheduler(of: Parts, saved: Any, strict: bool) -> None:
 
 def _save_rank(of: Parts) -> dict[str, Any]:
     syncer = of.worker._syncer
-    residues = [] if syncer is None else syncer.residues.items()
+    pending = _save_pending(of)  # first, as an exchange under way changes the residues at its end
+    residues = {} if syncer is None else syncer.residues
     return {
         _rank(of): {
             "residues": [
-                {"fragment": f, "message": m, "own": r.own.clone(), "mean": r.mean.clone()}
-                for (f, m), r in residues
+                {"fragment": fragment, "part": part, **kept.saved()}
+                for (fragment, part), kept in residues.items()
+                if not kept.fresh
             ],
-            "pending": _save_pending(of),
+            "pending": pending,
         }
     }
 
@@ -283,11 +285,56 @@ def _load_rank(of: Parts, saved: dict[str, Any], strict: bool) -> None:
     if syncer is None:
         return
     own = saved[_rank(of)]
-    syncer.residues = {
-        (r["fragment"], r["message"]): Residue(r["own"].clone(), r["mean"].clone())
-        for r in own["residues"]
-    }
+    syncer.residues = _residues(of, own["residues"], own["pending"])
     syncer.pending = None if own["pending"] is None else _pending(own["pending"])
+
+
+def _residues(
+    of: Parts, saved: list[dict[str, Any]], pending: dict[str, Any] | None
+) -> dict[tuple[int, str], PartResidue]:
+    like = of.worker.syncer.memory.template
+    if not any("message" in entry for entry in saved) and not _left(pending):
+        return {(r["fragment"], r["part"]): PartResidue.loaded(r, like) for r in saved}
+    return _message_residues(of, saved, _left(pending))
+
+
+def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What the messages of a pending sync have left unsent, in an older state. A newer state has it
+    in the residues."""
+    if pending is None:
+        return []
+    return [
+        {"fragment": pending["at"][0], "message": m, "own": found["left"][0], "mean": found["left"][1]}
+        for m, found in enumerate(pending["messages"])
+        if found.get("left") is not None
+    ]
+
+
+def _message_residues(
+    of: Parts, saved: list[dict[str, Any]], left: list[dict[str, Any]]
+) -> dict[tuple[int, str], PartResidue]:
+    """The residues of an older state, which has them message by message."""
+    syncer, found = of.worker.syncer, {}
+    if syncer.codec is None:
+        return {}
+    by_place = {(entry["fragment"], entry["message"]): entry for entry in [*saved, *left]}
+    for fragment in sorted({fragment for fragment, _ in by_place}):
+        entries = [by_place[key] for key in sorted(by_place) if key[0] == fragment]
+        kept = from_messages(
+            entries,
+            syncer.messages(fragment),
+            syncer.codec,
+            worker=of.transport.worker,
+            workers=of.transport.workers,
+            like=syncer.memory.template,
+        )
+        if kept is None or syncer.method.overrides("payload"):
+            raise ValueError(
+                "the state has residues of messages that are cut otherwise here, and an earlier "
+                "release saved it; go on once with the bucket_mb and the release that saved it"
+            )
+        found[fragment, "model"] = kept
+    return found
 
 
 def _rank(of: Parts) -> str:
@@ -319,14 +366,12 @@ def _save_pending(of: Parts) -> dict[str, Any] | None:
 
 
 def _save_message(message: Message) -> dict[str, Any]:
-    left = message.left
     return {
         "values": message.values.clone(),
         "sent": message.sent,
         "gather": message.gather,
         "gathered": message.gathered,
         "rows": _cloned(message.rows),
-        "left": None if left is None else [left.own.clone(), left.mean.clone()],
     }
 
 
@@ -342,14 +387,12 @@ def _pending(saved: dict[str, Any]) -> PendingSync:
 
 
 def _message(saved: dict[str, Any]) -> Message:
-    left = saved["left"]
     return Message(
         saved["values"].clone(),
         sent=saved["sent"],
         gather=saved["gather"],
         arrived_gathered=saved.get("gathered", False),
         rows=_cloned(saved["rows"]),
-        left=None if left is None else Residue(left[0].clone(), left[1].clone()),
     )
 
 

@@ -23,6 +23,7 @@ from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
+from palsgd.codecs.residues import PartResidue
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -122,7 +123,7 @@ class Syncer:
         self.replica, self.anchor, self.states = view.replica, view.anchor, view.states
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
         self.codec = codec
-        self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
+        self.residues: dict[tuple[int, str], PartResidue] = {}  # by fragment and part
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
@@ -214,7 +215,7 @@ class Syncer:
                 values.zero_()
             elif part.reduction == "weighted":
                 values.mul_(payload.weight)
-            message = self._message(pending, part, values)
+            message = self._message(pending, part, values, bucket)
             message.takes_sum = takes_sum
             if not pending.messages:
                 tail = self._tail(pending, payload, report)
@@ -253,13 +254,37 @@ class Syncer:
         alone = not self.rules and self.codec is None and not self._parks(fragment)
         return alone and self.replica.device.type == "cpu" and can_divide(self.outer)
 
-    def _message(self, pending: PendingSync, part: Part, values: Tensor) -> Message:
+    def _message(
+        self, pending: PendingSync, part: Part, values: Tensor, bucket: Bucket | None
+    ) -> Message:
         if part.reduction == "gather" or self.method.overrides("weights"):
             return Message(values, gather=True)
-        if self.codec is None or not part.coded:
-            return Message(values)
-        number = len(pending.messages)
-        return Message(values, 0, self.codec, self.residues.get((pending.at.fragment, number)))
+        if self.codec is None or not part.coded or self.guard.workers == 1:
+            return Message(values, codec=self.codec if part.coded else None)
+        fragment = pending.at.fragment
+        place = range(len(values)) if bucket is None else self._place(fragment, bucket)
+        return Message(values, 0, self.codec, self._residue(fragment, part.name, place, bucket))
+
+    def _residue(
+        self, fragment: int, name: str, place: range, bucket: Bucket | None
+    ) -> Residue:
+        """What earlier messages of this part and place have left unsent."""
+        assert self.codec is not None
+        messages = [place] if bucket is None else self.messages(fragment)
+        known = {"worker": self.guard.worker, "workers": self.guard.workers}
+        kept = self.residues.get((fragment, name))
+        if kept is None:
+            kept = PartResidue.of(messages, self.codec, like=self.memory.template, **known)
+            self.residues[fragment, name] = kept
+        return kept.cut(messages, self.codec, **known)[messages.index(place)]
+
+    def messages(self, fragment: int) -> list[range]:
+        """The elements of a fragment that are sent in each message of its displacement."""
+        return [self._place(fragment, bucket) for bucket in self._buckets(fragment)]
+
+    def _place(self, fragment: int, bucket: Bucket) -> range:
+        low = bucket.low - self.anchor.ranges[fragment].start
+        return range(low, low + bucket.flat.numel())
 
     def _report(
         self, pending: PendingSync, parts: list[Part], squares: Tensor, digest: int | None
@@ -364,9 +389,6 @@ class Syncer:
             self._restart(pending)
         else:
             self._start_over(at.round)
-        for number, message in enumerate(pending.messages):
-            if message.left is not None:
-                self.residues[at.fragment, number] = message.left
         if self._ends_round(at):
             self.buffers.after_sync(arrival.numbers, self.guard.workers, verdict.contributors)
         self.meter.watch.add("sync_s", start, self.meter.watch.now())

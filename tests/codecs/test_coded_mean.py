@@ -35,9 +35,9 @@ def test_nothing_is_lost_what_is_not_in_the_mean_is_left_for_later(name, workers
     brought = [torch.randn(size + 7) for _ in range(workers)]
     messages = [Message(b.clone(), 7, codec_of(name)) for b in brought]
     average_in_memory(messages)
-    stays = torch.stack([m.left.own for m in messages]).double().mean(dim=0)
+    stays = torch.stack([m.residue.own for m in messages]).double().mean(dim=0)
     if not messages[0].codec.gathered:
-        stays += torch.cat([m.left.mean for m in messages]).double()
+        stays += torch.cat([m.residue.mean for m in messages]).double()
     expected = torch.stack([b.double() for b in brought]).mean(dim=0)
     got = messages[0].values.double()[:size] + stays[:size]
     torch.testing.assert_close(got, expected[:size], rtol=0, atol=1e-5)
@@ -56,7 +56,7 @@ def test_with_error_feedback_the_sum_over_rounds_stays_near_the_true_sum(name):
         pairs = zip(direction, left, strict=True)
         messages = [Message(d.clone(), 0, codec, residue) for d, residue in pairs]
         average_in_memory(messages)
-        left = [message.left for message in messages]
+        left = [message.residue for message in messages]
         total += messages[0].values
     assert float((total - true).norm() / true.norm()) < 1e-3
 
@@ -69,7 +69,7 @@ def test_top_k_sends_the_code_of_its_values_and_of_a_decayed_residue():
     messages = [Message(b.clone(), 0, codec) for b in before]
     average_in_memory(messages)
     messages = [
-        Message(b.clone(), 0, codec, m.left) for b, m in zip(brought, messages, strict=True)
+        Message(b.clone(), 0, codec, m.residue) for b, m in zip(brought, messages, strict=True)
     ]
     average_in_memory(messages)
     sent = []
@@ -77,8 +77,8 @@ def test_top_k_sends_the_code_of_its_values_and_of_a_decayed_residue():
         e = first - codec.decode(codec.encode(first.view(-1, BLOCK))).view(-1)
         e = 0.95 * e + second
         sent.append(codec.decode(codec.encode(e.view(-1, BLOCK))).view(-1))
-        assert torch.equal(message.left.own, e - sent[-1])
-        assert message.left.mean.numel() == 0
+        assert torch.equal(message.residue.own, e - sent[-1])
+        assert message.residue.mean.numel() == 0
     assert torch.equal(messages[2].values, (sent[0] + sent[1] + sent[2]) / 3)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from palsgd.codecs.codec import Codec
-from palsgd.codecs.coded_mean import Residue, coded_mean, message_bytes
+from palsgd.codecs.coded_mean import Coded, Residue, coded_segments, message_bytes, new_residue
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,11 +35,11 @@ class Message:
     With a `codec` the mean is that of coded values (see palsgd.codecs); the last `exact` values are
     not coded. With `gather` the values stay unchanged, no codec is used, and `rows` holds the
     values of all workers. `rows` must not be changed, as workers in one process share it. `residue`
-    is what earlier messages left unsent. The exchange sets `left` to what this message leaves
-    unsent. An exchange that was started and finished later also sets `sent`, the bytes that this
-    worker handed over. If `takes_sum` is set, the exchange may leave the sum in the values and set
-    `divisor`; `divide` then makes the mean of the sum. `arrived_gathered` says of a saved message,
-    which has no codec any more, whether it was gathered.
+    is what earlier messages left unsent; an exchange replaces it by what this one leaves unsent. An
+    exchange that was started and finished later also sets `sent`, the bytes that this worker handed
+    over. If `takes_sum` is set, the exchange may leave the sum in the values and set `divisor`;
+    `divide` then makes the mean of the sum. `arrived_gathered` says of a saved message, which has
+    no codec any more, whether it was gathered.
 
     Example:
         >>> import torch, palsgd
@@ -50,8 +50,7 @@ class Message:
     values: Tensor  # flat; replaced in place
     exact: int = 0
     codec: Codec | None = None
-    residue: Residue | None = None
-    left: Residue | None = None  # set by the exchange: what was not sent
+    residue: Residue | None = None  # what was not sent; an exchange replaces it
     gather: bool = False
     rows: Tensor | None = None  # (workers, len(values)) after a gather
     sent: int = 0  # bytes, set by an exchange that was started and finished later
@@ -70,6 +69,23 @@ class Message:
         """Do all workers get all workers' values, or their codes, instead of a mean?"""
         coded = self.codec is not None and self.codec.gathered
         return self.gather or coded or self.arrived_gathered
+
+    def segments(self, worker: int, workers: int) -> list[Coded]:
+        """The coded exchange of this message, segment by segment."""
+        assert self.codec is not None
+        coded, device = len(self.values) - self.exact, self.values.device
+        if self.residue is None:
+            self.residue = new_residue(
+                coded, self.codec, worker=worker, workers=workers, device=device
+            )
+        return coded_segments(
+            self.values, self.exact, self.codec, self.residue, worker=worker, workers=workers
+        )
+
+    def keep_residue(self) -> None:
+        """The exchange has ended well, and the residue is that of this message."""
+        if self.residue is not None:
+            self.residue.fresh = False
 
     def handed_over(self, workers: int) -> int:
         """The bytes that one of `workers` workers hands over for this message."""
@@ -137,11 +153,9 @@ class Transport(ABC):
             sent = self.mean(message)
             return message.handed_over(self.workers) if sent is None else sent
         elif self.workers > 1:
-            coded = coded_mean(
-                message.values, message.exact, message.codec, message.residue, self.workers
-            )
-            coded.exchange(self)
-            message.left = coded.left
+            for segment in message.segments(self.worker, self.workers):
+                segment.exchange(self)
+            message.keep_residue()
         return message.handed_over(self.workers)
 
     def start(self, message: Message) -> None:
