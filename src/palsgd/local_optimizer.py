@@ -155,7 +155,9 @@ class LocalOptimizer(Optimizer):
     ) -> None:
         """Step `scheduler` once per step of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-            scheduler = scheduler(self)
+            # A scheduler holds its optimizer. Made from this one, it would close a cycle, which
+            # keeps the anchor in memory until the garbage collector runs. The groups are the same.
+            scheduler = scheduler(self.inner)
         if scheduler is not None:
             check_scheduler(scheduler, self.inner)
         bound = getattr(scheduler, "optimizer", None)
@@ -253,7 +255,8 @@ class LocalOptimizer(Optimizer):
                 try:
                     sent = fulfil(self.transport, request)
                 except RuntimeError as error:
-                    request = exchange.throw(self._lost_peer(error))
+                    lost = not isinstance(error, torch.OutOfMemoryError)
+                    request = exchange.throw(self._lost_peer(error) if lost else error)
                 except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
                 else:

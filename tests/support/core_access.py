@@ -74,3 +74,16 @@ def method_states(opt) -> dict[str, Tensor]:
     """What the method keeps beside the model, each state laid end to end like the anchor."""
     states = core_of(opt).syncer.states
     return {name: kept.flat for name, kept in (states.local | states.common).items()}
+
+
+def held_tensors(opt) -> list[Tensor]:
+    """Tensors whose memory an optimizer holds: of the anchor, the outer optimizer, messages, and
+    fragments as they were sent."""
+    syncer = core_of(opt).syncer
+    state = [v for s in syncer.outer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    residues = [t for kept in syncer.residues.values() for t in (kept.own, kept.mean)]
+    memory = [t for t in (message_memory(opt), departure_memory(opt)) if t is not None]
+    return [syncer.anchor.flat, *syncer.anchor.views, *syncer.anchor.params, *state] + [
+        *residues,
+        *memory,
+    ]

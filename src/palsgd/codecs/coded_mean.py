@@ -48,10 +48,7 @@ class Residue:
 
 
 class Exchanger(Protocol):
-    """What a coded mean uses of a transport."""
-
-    worker: int
-    workers: int
+    """The methods of a transport that a coded mean uses."""
 
     def scatter(self, rows: Tensor) -> Tensor: ...
 

@@ -7,7 +7,7 @@ to train, also with `delay`. Compressed messages need `scatter` and `gather` too
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 class UnsupportedError(ValueError):
     """A transport lacks a method that the settings need."""
+
+
+class CodecError(Exception):
+    """A codec failed. It is no RuntimeError, as those of an exchange mean that a worker is lost."""
 
 
 @dataclass(eq=False)
@@ -153,10 +157,24 @@ class Transport(ABC):
             sent = self.mean(message)
             return message.handed_over(self.workers) if sent is None else sent
         elif self.workers > 1:
-            for segment in message.segments(self.worker, self.workers):
-                segment.exchange(self)
-            message.keep_residue()
+            self._exchange_codes(message)
         return message.handed_over(self.workers)
+
+    def _exchange_codes(self, message: Message) -> None:
+        link = _Link(self)
+        try:
+            for segment in message.segments(self.worker, self.workers):
+                segment.exchange(link)
+        except RuntimeError as error:
+            if link.broken:
+                raise
+            assert message.codec is not None
+            raise CodecError(
+                f"compress={message.codec.name!r} failed on a message of {len(message.values)} "
+                f"values ({str(error).splitlines()[0]}); this is no lost worker, so look at the "
+                "codec"
+            ) from error
+        message.keep_residue()
 
     def start(self, message: Message) -> None:
         """Begin an exchange that may run while training goes on. By default it runs at once."""
@@ -211,6 +229,25 @@ class Transport(ABC):
             f"{kind} has no {method}(), which {user} needs; add {kind}.{method} as described in "
             f"palsgd.transports.Transport.{method}, or leave that out"
         )
+
+
+class _Link:
+    """The calls of a transport that coded means use. It knows whether one of them failed."""
+
+    def __init__(self, transport: Transport):
+        self._transport, self.broken = transport, False
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        return self._watched(self._transport.scatter, rows)
+
+    def gather(self, row: Tensor) -> Tensor:
+        return self._watched(self._transport.gather, row)
+
+    def _watched(self, call: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
+        self.broken = True
+        received = call(sent)
+        self.broken = False
+        return received
 
 
 def _digest(settings: dict[str, Any]) -> list[int]:
