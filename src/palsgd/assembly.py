@@ -15,6 +15,7 @@ from palsgd.meter import Meter
 from palsgd.method import Facts
 from palsgd.method_state import MethodState
 from palsgd.method_view import MethodView
+from palsgd.offload import MESSAGE, Home, check_elementwise
 from palsgd.options import Options
 from palsgd.outer import OuterFactory
 from palsgd.replica import Replica
@@ -43,16 +44,17 @@ def build_worker(
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
     )
-    memory = MessageMemory(
-        replica,
-        bucket_size=max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize),
-        tail=guard.header.size + len(replica.params) + buffers.encoded_size,
-        keeps_all=options.fragments > 1 or options.delay > 0,
-    )
+    size = max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize)
+    sizes = {
+        "bucket_size": min(size, MESSAGE) if options.offload else size,
+        "tail": guard.header.size + len(replica.params) + buffers.encoded_size,
+        "keeps_all": options.fragments > 1 or options.delay > 0 or options.offload,
+    }
+    memory = MessageMemory(replica, Home(replica.device), **sizes)
     syncer = None
     if options.has_rounds:
-        anchor = _anchor(replica, options.fragments)
-        states = MethodState(options.method, replica, anchor.ranges)
+        anchor = _anchor(replica, options.fragments, offload=options.offload)
+        states = MethodState(options.method, replica, anchor)
         syncer = Syncer(
             method=options.method,
             view=MethodView(replica, anchor, states, inner, transport),
@@ -60,7 +62,9 @@ def build_worker(
             outer=_outer_optimizer(outer, anchor),
             buffers=buffers,
             guard=guard,
-            memory=memory,
+            # The warm-up averages gradients on the device. Syncs use the same memory, unless their
+            # messages are kept in host memory.
+            memory=MessageMemory(replica, anchor.home, **sizes) if options.offload else memory,
             meter=meter,
             codec=options.codec,
             delayed=options.delay > 0,
@@ -104,13 +108,13 @@ def _interval(options: Options) -> AutoInterval | None:
     return AutoInterval(options.auto, fragments=options.fragments, delay=options.delay)
 
 
-def _anchor(replica: Replica, fragments: int) -> Anchor:
+def _anchor(replica: Replica, fragments: int, *, offload: bool) -> Anchor:
     if fragments > 1 and replica.sharded:
         raise ValueError(
             f"fragments={fragments} cut through tensors, which sharded parameters cannot bear; use "
             "fragments=1, with delay= to overlap"
         )
-    return Anchor(replica, fragments)
+    return Anchor(replica, fragments, offload=offload)
 
 
 def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
@@ -123,4 +127,6 @@ def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
             f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
             "lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
+    if anchor.home.offloaded:
+        check_elementwise(built)
     return built

@@ -1,6 +1,7 @@
 """Where each tensor lies in one flat buffer, and how ranges of that buffer are copied into buckets
 to be sent."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -32,6 +33,11 @@ class Layout:
         for i in self.order:
             self.starts[i] = self.size
             self.size += self.sizes[i]
+        self._bounds = sorted(self.starts)
+
+    def start_of(self, place: int) -> int:
+        """Where the tensor begins that has the element at `place`."""
+        return self._bounds[bisect_right(self._bounds, place) - 1]
 
     def view(self, i: int, buffer: Tensor, start: int) -> Tensor:
         """Tensor `i` in the elements of `buffer` from `start` on."""
@@ -159,6 +165,10 @@ class Bucket:
             if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
                 tensors[i].copy_(self._layout.view(i, flat, 0))
 
+    def part(self, place: range) -> Tensor:
+        """The elements of this range that lie at `place` of the flat model."""
+        return self.flat[place.start - self.low : place.stop - self.low]
+
     def part_of(self, flat: Tensor) -> Tensor:
         """The elements of this range in another flat model."""
         return flat[self.low : self.low + self.flat.numel()]
@@ -230,9 +240,15 @@ class FlatModel:
     """
 
     def __init__(
-        self, layout: Layout, ranges: list[range], *, dtype: torch.dtype, device: torch.device
+        self,
+        layout: Layout,
+        ranges: list[range],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pinned: bool = False,
     ):
-        self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
+        self.flat = torch.zeros(layout.size, dtype=dtype, device=device, pin_memory=pinned)
         self.views, self.ranges = layout.views(self.flat), ranges
         self._fragments = [Bucket(layout, r.start, self.flat[r.start : r.stop]) for r in ranges]
 

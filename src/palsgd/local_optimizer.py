@@ -79,6 +79,7 @@ class LocalOptimizer(Optimizer):
         compress: str | Codec | None = None,
         delay: int = 0,
         fragments: int = 1,
+        offload: bool = False,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
@@ -97,6 +98,7 @@ class LocalOptimizer(Optimizer):
             compress=compress,
             delay=delay,
             fragments=fragments,
+            offload=offload,
         )
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
@@ -119,21 +121,22 @@ class LocalOptimizer(Optimizer):
             "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
             "outer": _signature(self.outer),
         }
-        self._agree(replica, bucket_mb)
+        self._agree(replica, bucket_mb=bucket_mb, offload=offload)
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
         if delay:
             self.transport.prepare(replica.device)
 
-    def _agree(self, replica: Replica, bucket_mb: float) -> None:
-        """Raise unless the settings that must be equal on all workers are equal."""
+    def _agree(self, replica: Replica, **sizes: Any) -> None:
+        """Raise unless the settings that must be equal on all workers are equal. `sizes` are those
+        that a saved state and its reader need not have in common."""
         worker = self._worker
         self.transport.agree(
             self.config
             | {
                 "parameters": replica.describe(),
                 "the model's buffers": worker.warmup.buffers.describe(),
-                "bucket_mb": bucket_mb,
+                **sizes,
                 "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
             }
         )
@@ -350,7 +353,7 @@ class LocalOptimizer(Optimizer):
         worker, buffers = self._worker, self._worker.warmup.buffers
         held = worker.inner.replica.local() + buffers.all()
         with torch.no_grad():
-            saved = [t.clone() for t in held]
+            saved = [worker.aside(t) for t in held]
         if worker.at.has_anchor:  # in the warm-up every local model is the global model
             self._drive(worker.show_global_model())
         outside, self._showing_anchor = self._showing_anchor, True

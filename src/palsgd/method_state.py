@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palsgd.anchor import digest
+from palsgd.anchor import Anchor, digest
 from palsgd.flat import FlatModel
 from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
@@ -18,11 +18,17 @@ class MethodState:
     """The states that differ between workers (`local`) and the states that are equal on all
     (`common`)."""
 
-    def __init__(self, method: Method, replica: Replica, ranges: list[range]):
+    def __init__(self, method: Method, replica: Replica, anchor: Anchor):
         check_names(method)
 
         def new() -> FlatModel:
-            return FlatModel(replica.layout, ranges, dtype=replica.dtype, device=replica.device)
+            return FlatModel(
+                replica.layout,
+                anchor.ranges,
+                dtype=replica.dtype,
+                device=anchor.home.storage,
+                pinned=anchor.home.pinned,
+            )
 
         self.local = {name: new() for name in state_names(method.local_state)}
         self.common = {name: new() for name in state_names(method.global_state)}

@@ -133,8 +133,8 @@ class DDP(LocalOptimizer):
         model: the module that is trained, as the loop calls it.
         inner: the torch optimizer of each worker, or a list of them.
 
-    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `compress`, `delay` and `fragments`
-    are refused.
+    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `compress`, `delay`, `fragments`
+    and `offload` are refused.
 
     Example:
         >>> import torch, palsgd
@@ -146,7 +146,12 @@ class DDP(LocalOptimizer):
     fixed_outer = True
 
     def __init__(self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any):
-        for name, nothing in (("compress", None), ("delay", 0), ("fragments", 1)):
+        for name, nothing in (
+            ("compress", None),
+            ("delay", 0),
+            ("fragments", 1),
+            ("offload", False),
+        ):
             if options.get(name, nothing) not in (nothing, "none"):
                 raise ValueError(
                     f"{name}={options[name]!r} is about syncs, which DDP has none of; leave it "

@@ -31,6 +31,8 @@ OPTIONS = """
         compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
         delay: steps between sending and applying a sync; training goes on during them.
         fragments: parts of the model that are synced one after another within a round.
+        offload: keep the anchor, the outer optimizer's state, messages and residues in host memory.
+            Arithmetic stays on the device of the model, piece by piece, and gives the same weights.
         group: the process group of the workers, if they are not all ranks.
         transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
 
@@ -57,6 +59,7 @@ class Options:
     codec: Codec | None
     delay: int
     fragments: int
+    offload: bool
 
     @property
     def has_rounds(self) -> bool:
@@ -105,6 +108,7 @@ def checked_options(
     check_int("seed", options.seed)
     check_choice("draws", options.draws, DRAWS)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
+    check_choice("offload", options.offload, (False, True))
     _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
     _check_refusals(
         method,
@@ -113,11 +117,17 @@ def checked_options(
         delay=options.delay,
         fragments=options.fragments,
         sync_every=auto,
+        offload=options.offload,
     )
     _check_lag(first, auto, options.delay, options.fragments)
     _check_names(method)
     if not options.has_rounds:
-        _check_no_syncs(compress=codec, delay=options.delay, fragments=options.fragments)
+        _check_no_syncs(
+            compress=codec,
+            delay=options.delay,
+            fragments=options.fragments,
+            offload=options.offload,
+        )
     return options
 
 
@@ -130,6 +140,7 @@ def _check_positive(**values: float | None) -> None:
 def _check_refusals(method: Method, **options: Any) -> None:
     """Refuse the options that the method refuses, with its reason."""
     nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "sync_every": None}
+    nothing["offload"] = False
     reasons = method.refusals()
     for name, value in options.items():
         if value != nothing[name] and name in reasons:
@@ -168,7 +179,7 @@ def _check_names(method: Method) -> None:
 
 def _check_no_syncs(**options: Any) -> None:
     """Refuse the options of syncs for an optimizer whose warm-up never ends."""
-    nothing = {"compress": None, "delay": 0, "fragments": 1}
+    nothing = {"compress": None, "delay": 0, "fragments": 1, "offload": False}
     for name, value in options.items():
         if value != nothing[name]:
             raise ValueError(

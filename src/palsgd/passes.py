@@ -4,7 +4,7 @@ A sync over a fast link takes about as long as its passes over memory. Each oper
 model reads the model from memory again, as the model is larger than a core's cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_hooks
 
 from palsgd.anchor import folded, words
 from palsgd.flat import Bucket, FlatModel
+from palsgd.offload import Window
 
 PIECE = 1 << 17  # elements; three such pieces, 1.5 MiB in fp32, fit into the L2 cache of a core
 
@@ -44,6 +45,20 @@ def displaced(
         if with_digest:
             total += words(minuend[piece])
     return Displaced(torch.stack(norms).square().sum(), folded(total) if with_digest else None)
+
+
+def displaced_in_windows(
+    bucket: Bucket, anchor: FlatModel, local: list[Tensor], cut: Iterable[Window]
+) -> Displaced:
+    """The same for an anchor and a bucket in host memory. The subtraction is done on the device of
+    the local model."""
+    squares = []
+    for window in cut:
+        here = window.copy(anchor.flat)
+        here.flat.sub_(window.read(local, here.flat.dtype).flat)
+        squares.append(torch.linalg.vector_norm(here.flat).square())
+        bucket.part(window.place).copy_(here.flat)
+    return Displaced(torch.stack(squares).sum().to(bucket.flat.device), None)
 
 
 def _pieces(bucket: Bucket, filled: Iterator[int]) -> Iterator[slice]:

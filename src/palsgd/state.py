@@ -304,7 +304,12 @@ def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
     if pending is None:
         return []
     return [
-        {"fragment": pending["at"][0], "message": m, "own": found["left"][0], "mean": found["left"][1]}
+        {
+            "fragment": pending["at"][0],
+            "message": m,
+            "own": found["left"][0],
+            "mean": found["left"][1],
+        }
         for m, found in enumerate(pending["messages"])
         if found.get("left") is not None
     ]

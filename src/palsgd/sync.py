@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,14 @@ from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
 from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
-from palsgd.passes import can_divide, displaced, divided_step
+from palsgd.offload import OuterPieces, Window, fill, windows
+from palsgd.passes import (
+    Displaced,
+    can_divide,
+    displaced,
+    displaced_in_windows,
+    divided_step,
+)
 from palsgd.payload import wire_bytes
 from palsgd.tensors import Reduced, WorkerTensors
 from palsgd.transports.requests import Finish, Request, Start
@@ -131,7 +139,8 @@ class Syncer:
         # trained before the means are applied, or is read by the method's own rules.
         low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
-        self.rules, self.whole = rules, delayed or low or rules
+        self.rules, self.whole = rules, delayed or low or rules or self.anchor.home.offloaded
+        self.outer_pieces = OuterPieces(outer, self.replica.layout)
 
     # -- the two halves ------------------------------------------------------------------------
 
@@ -165,11 +174,19 @@ class Syncer:
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-        kept.read(self.replica.local())
-        pending.local_when_sent = kept.flat
+        pending.local_when_sent = self._local_now(at.fragment)
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
+
+    def _local_now(self, fragment: int) -> Tensor:
+        """A flat copy of a fragment of the local model."""
+        place, local = self.anchor.ranges[fragment], self.replica.local()
+        kept = self.memory.local_when_sent(place)
+        if self.anchor.home.offloaded:
+            fill(kept.flat, self.replica.layout, place, local, self.anchor.home)
+        else:
+            kept.read(local)
+        return kept.flat
 
     def apply(self) -> Generator[Request, int, Outcome]:
         """Wait for the means of the pending sync and apply them."""
@@ -207,7 +224,7 @@ class Syncer:
             digest = None
             if bucket is not None:
                 alone = not pending.messages and not self._parks(at.fragment)
-                found = displaced(bucket, self.anchor, self.replica.local(), with_digest=alone)
+                found = self._displaced(bucket, with_digest=alone)
                 squares, digest = squares + found.squares, found.digest
             if not pending.messages:
                 report = self._report(pending, parts, squares, digest)
@@ -217,6 +234,8 @@ class Syncer:
                 values.mul_(payload.weight)
             message = self._message(pending, part, values, bucket)
             message.takes_sum = takes_sum
+            if self.anchor.home.offloaded:
+                message.device, message.piece = self.replica.device, self.memory.bucket_size
             if not pending.messages:
                 tail = self._tail(pending, payload, report)
                 message.values = self.memory.with_tail(values, tail)
@@ -228,6 +247,15 @@ class Syncer:
             pending.distance = float(squares.sqrt())
         else:
             pending.distance = w.norm(torch._foreach_sub(w.anchor, w.local))
+
+    def _displaced(self, bucket: Bucket, *, with_digest: bool) -> Displaced:
+        """Fill a bucket with the anchor minus the local model."""
+        local = self.replica.local()
+        if not self.anchor.home.offloaded:
+            return displaced(bucket, self.anchor, local, with_digest=with_digest)
+        place = range(bucket.low, bucket.low + bucket.flat.numel())
+        cut = windows(self.replica.layout, place, self.anchor.home.device)
+        return displaced_in_windows(bucket, self.anchor, local, cut)
 
     def _values(
         self, at: Moment, parts: list[Part]
@@ -251,6 +279,8 @@ class Syncer:
     def _takes_sum(self, fragment: int) -> bool:
         """Does the outer step divide the sum of the displacements, which saves a pass over the
         sum?"""
+        if self.anchor.home.offloaded:
+            return False
         alone = not self.rules and self.codec is None and not self._parks(fragment)
         return alone and self.replica.device.type == "cpu" and can_divide(self.outer)
 
@@ -265,9 +295,7 @@ class Syncer:
         place = range(len(values)) if bucket is None else self._place(fragment, bucket)
         return Message(values, 0, self.codec, self._residue(fragment, part.name, place, bucket))
 
-    def _residue(
-        self, fragment: int, name: str, place: range, bucket: Bucket | None
-    ) -> Residue:
+    def _residue(self, fragment: int, name: str, place: range, bucket: Bucket | None) -> Residue:
         """What earlier messages of this part and place have left unsent."""
         assert self.codec is not None
         messages = [place] if bucket is None else self.messages(fragment)
@@ -402,6 +430,9 @@ class Syncer:
     ) -> None:
         """Change the anchor. Only this fragment's pieces have a gradient, so the outer step changes
         only them."""
+        if self.anchor.home.offloaded:
+            self._step_in_windows(pending, scalars, contributors)
+            return
         at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0), contributors)
         params = self.anchor.outer_params[at.fragment]
         if any(p.name == "model" and p.reduction != "gather" for p in pending.parts):
@@ -417,6 +448,27 @@ class Syncer:
         if "inner" in vars(w):  # the method has used it
             w.inner.put_back()
         self.states.keep_scalars(w)
+
+    def _step_in_windows(
+        self, pending: PendingSync, scalars: dict[str, float], contributors: int
+    ) -> None:
+        """Change an anchor that is kept in host memory, window by window."""
+        at, anchor = pending.at, self.anchor
+        start, params = anchor.ranges[at.fragment].start, anchor.outer_params[at.fragment]
+        places, sent = anchor.places(at.fragment), pending.local_when_sent
+        self.outer_pieces.begin()
+        for window in self.view.windows(at.fragment):
+            here = window.copy(anchor.flat, writes=True)
+            mean = window.copy(pending.messages[0].values, start=start)
+            local = None
+            if sent is not None:
+                local = partial(_parts_of, window, sent, start)
+            with (
+                self.view.in_window(window, here, local=local, **_known(at)) as w,
+                self.outer_pieces.on_device(params, places, here, mean),
+            ):
+                reduced = Reduced({"model": mean.parts()}, scalars, contributors)
+                self.method.apply(w, reduced, self.outer)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
         fragment = pending.at.fragment
@@ -477,6 +529,13 @@ class Syncer:
 
     def _keep_local_progress(self, fragment: int, when_sent: Tensor) -> None:
         """x_k <- x + (x_k - x_k when it was sent)."""
+        if self.anchor.home.offloaded:
+            start = self.anchor.ranges[fragment].start
+            for window in self.view.windows(fragment):
+                here = window.copy(self.anchor.flat)
+                here.flat.sub_(window.copy(when_sent, start=start).flat)
+                here.add(self.replica.local())
+            return
         shift = torch.sub(self.anchor.part(fragment), when_sent, out=when_sent)
         low = self.anchor.ranges[fragment].start
         Bucket(self.replica.layout, low, shift).add(self.replica.local())
@@ -492,14 +551,21 @@ class Syncer:
         forget_nonfinite(self.inner)
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
-        return self.view.fragment(
-            at.fragment,
-            local,
-            rates=at.rates,
-            rate_sums=at.rate_sums,
-            round=at.round,
-            gradient_steps=at.gradient_steps,
-        )
+        return self.view.fragment(at.fragment, local, **_known(at))
+
+
+def _known(at: Moment) -> dict[str, Any]:
+    """What a method is told about the steps before a sync."""
+    return {
+        "rates": at.rates,
+        "rate_sums": at.rate_sums,
+        "round": at.round,
+        "gradient_steps": at.gradient_steps,
+    }
+
+
+def _parts_of(window: Window, kept: Tensor, start: int) -> list[Tensor]:
+    return window.copy(kept, start=start).parts()
 
 
 def due_parts(method: Method, payload: Payload, round: int, w: WorkerTensors) -> list[Part]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.auto_interval import AutoInterval
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
@@ -188,7 +189,7 @@ class Worker:
         syncer, at = self.syncer, self.at
         syncer.anchor.set_from_local()
         syncer.buffers.set_from_local()
-        guard, like = syncer.guard, syncer.memory.template
+        guard, like = syncer.guard, self.warmup.template
         report = guard.report(
             syncer.anchor.digest() + syncer.states.digest(None),
             finite=True,
@@ -222,23 +223,31 @@ class Worker:
 
     @torch.no_grad()
     def _before_gradient(self) -> None:
-        w = self.syncer.view.with_gradients(round=self.schedule.round_of(self.at.clock))
-        if w.grad:  # torch's functions on lists refuse empty ones
-            self.method.before_gradient(w)
-        self.syncer.states.keep_scalars(w)
+        view, round = self.syncer.view, self.schedule.round_of(self.at.clock)
+        for w in view.gradients_everywhere(round=round):
+            if w.grad:  # torch's functions on lists refuse empty ones
+                self.method.before_gradient(w)
+            self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole(round=self.schedule.round_of(self.at.clock - 1))
-        with torch.no_grad():
-            weights = self.method.after_gradient(w, rate, mixing)
-        self.syncer.states.keep_scalars(w)
+        weights = self._rule_after_gradient(rate, mixing)
         if weights is not None:
             low, high = map(float, weights)
             self.ledger.saw_betas(low, high)
             self.meter.mixing_done()
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
+
+    @torch.no_grad()
+    def _rule_after_gradient(
+        self, rate: list[float] | None, mixing: list[list[float]]
+    ) -> tuple[Any, Any] | None:
+        view, round = self.syncer.view, self.schedule.round_of(self.at.clock - 1)
+        for w in view.everywhere(round=round):
+            weights = self.method.after_gradient(w, rate, mixing)  # equal in all windows
+            self.syncer.states.keep_scalars(w)
+        return weights
 
     def _tick_without_data(self, steps: int) -> list[list[float]]:
         """Count steps without data. Returns the learning rates at each of them."""
@@ -500,6 +509,10 @@ class Worker:
             local = [t.detach() for t in self.inner.replica.local()]
             torch._foreach_copy_(local, unflattened(values, local))
         syncer.buffers.copy_to_local()
+
+    def aside(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the local model, while the model shows another one."""
+        return tensor.clone() if self._syncer is None else self.syncer.anchor.home.aside(tensor)
 
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""

@@ -13,7 +13,7 @@ ROOT = Path(palsgd.__file__).parent
 # types, and those inside functions, count too.
 LAYERS = (
     ("checks", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
-    ("auto_interval", "codecs", "meter", "replica", "schedule", "units"),
+    ("auto_interval", "codecs", "meter", "offload", "replica", "schedule", "units"),
     ("anchor", "buffers", "inner", "memory", "passes", "transports"),
     ("composed", "method", "methods", "method_state", "method_view", "registry", "tensors"),
     ("options", "payload"),

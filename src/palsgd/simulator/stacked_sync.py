@@ -4,7 +4,7 @@ It does what `palsgd.sync.Syncer` does for one worker, in the same two halves. P
 tensor by tensor. Coded means use the exchange in memory of palsgd.transports.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

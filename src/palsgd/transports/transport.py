@@ -43,7 +43,8 @@ class Message:
     exchange that was started and finished later also sets `sent`, the bytes that this worker handed
     over. If `takes_sum` is set, the exchange may leave the sum in the values and set `divisor`;
     `divide` then makes the mean of the sum. `arrived_gathered` says of a saved message, which has
-    no codec any more, whether it was gathered.
+    no codec any more, whether it was gathered. Values that are kept in host memory are copied to
+    `device` piece by piece, and transports see messages of one piece there.
 
     Example:
         >>> import torch, palsgd
@@ -61,6 +62,9 @@ class Message:
     takes_sum: bool = False  # may the exchange leave the sum of the values and set `divisor`?
     arrived_gathered: bool = False  # of a saved message, which has no codec any more
     divisor: int = 1  # set by such an exchange: the mean is the values divided by it
+    # of values in host memory: where transports see them, in pieces of so many elements
+    device: torch.device | None = None
+    piece: int = 0
 
     def divide(self) -> None:
         """Divide a sum in the values by `divisor`, which makes it the mean."""
@@ -83,7 +87,13 @@ class Message:
                 coded, self.codec, worker=worker, workers=workers, device=device
             )
         return coded_segments(
-            self.values, self.exact, self.codec, self.residue, worker=worker, workers=workers
+            self.values,
+            self.exact,
+            self.codec,
+            self.residue,
+            worker=worker,
+            workers=workers,
+            device=self.device,
         )
 
     def keep_residue(self) -> None:
@@ -154,11 +164,24 @@ class Transport(ABC):
             one = self.workers == 1
             message.rows = message.values.clone()[None] if one else self.gather(message.values)
         elif message.codec is None:
-            sent = self.mean(message)
-            return message.handed_over(self.workers) if sent is None else sent
+            return self._mean_in_pieces(message) if message.device else self._mean(message)
         elif self.workers > 1:
             self._exchange_codes(message)
         return message.handed_over(self.workers)
+
+    def _mean(self, message: Message) -> int:
+        sent = self.mean(message)
+        return message.handed_over(self.workers) if sent is None else sent
+
+    def _mean_in_pieces(self, message: Message) -> int:
+        """The mean of values in host memory."""
+        sent = 0
+        for kept in message.values.split(message.piece):
+            piece = Message(kept.to(message.device, copy=True))
+            sent += self._mean(piece)
+            piece.divide()
+            kept.copy_(piece.values)
+        return sent
 
     def _exchange_codes(self, message: Message) -> None:
         link = _Link(self)
