@@ -15,8 +15,13 @@ class Anchor(FlatModel):
     def __init__(self, replica: Replica, fragments: int = 1, *, offload: bool = False):
         layout, self.home = replica.layout, Home(replica.device, offload)
         ranges = split_evenly(layout.size, fragments)
-        where = {"device": self.home.storage, "pinned": self.home.pinned}
-        super().__init__(layout, ranges, dtype=replica.dtype, **where)
+        super().__init__(
+            layout,
+            ranges,
+            dtype=replica.dtype,
+            device=self.home.storage,
+            pinned=self.home.pinned,
+        )
         self._replica = replica
         # The tensors that the outer optimizer moves: for each fragment its tensors, or pieces of
         # them.

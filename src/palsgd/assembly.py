@@ -44,13 +44,8 @@ def build_worker(
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
     )
-    size = max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize)
-    sizes = {
-        "bucket_size": min(size, MESSAGE) if options.offload else size,
-        "tail": guard.header.size + len(replica.params) + buffers.encoded_size,
-        "keeps_all": options.fragments > 1 or options.delay > 0 or options.offload,
-    }
-    memory = MessageMemory(replica, Home(replica.device), **sizes)
+    tail = guard.header.size + len(replica.params) + buffers.encoded_size
+    memory = _memory(replica, Home(replica.device), tail, options)
     syncer = None
     if options.has_rounds:
         anchor = _anchor(replica, options.fragments, offload=options.offload)
@@ -64,7 +59,7 @@ def build_worker(
             guard=guard,
             # The warm-up averages gradients on the device. Syncs use the same memory, unless their
             # messages are kept in host memory.
-            memory=MessageMemory(replica, anchor.home, **sizes) if options.offload else memory,
+            memory=_memory(replica, anchor.home, tail, options) if options.offload else memory,
             meter=meter,
             codec=options.codec,
             delayed=options.delay > 0,
@@ -80,6 +75,17 @@ def build_worker(
         meter=meter,
         listeners=Listeners(),
         interval=_interval(options),
+    )
+
+
+def _memory(replica: Replica, home: Home, tail: int, options: Options) -> MessageMemory:
+    size = max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize)
+    return MessageMemory(
+        replica,
+        home,
+        bucket_size=min(size, MESSAGE) if options.offload else size,
+        tail=tail,
+        keeps_all=options.fragments > 1 or options.delay > 0 or options.offload,
     )
 
 

@@ -108,7 +108,7 @@ def checked_options(
     check_int("seed", options.seed)
     check_choice("draws", options.draws, DRAWS)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
-    check_choice("offload", options.offload, (False, True))
+    _check_flag("offload", options.offload)
     _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
     _check_refusals(
         method,
@@ -135,6 +135,11 @@ def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None:
             check_number(name, value, "a number > 0", low=0.0)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is neither True nor False; use {name}=True")
 
 
 def _check_refusals(method: Method, **options: Any) -> None:

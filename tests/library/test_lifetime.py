@@ -23,6 +23,8 @@ SETTINGS = {
     "warm-up": {"warmup_steps": 3},
     "max_norm": {"max_norm": 1.0},
     "auto": {"sync_every": "auto"},
+    "offload": {"offload": True},
+    "all": {"offload": True, "fragments": 2, "delay": 1, "compress": "int8"},
 }
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 import palsgd
+from palsgd.offload import windows
+from palsgd.replica import Replica
 from support.core_access import anchor_of, windows_opened
 from support.problems import batches, mse, vector
 
@@ -150,3 +152,75 @@ def test_strided_tied_scalar_and_unused_tensors_are_the_same_too(world, method, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_models_of_other_precisions_are_the_same_too(world, dtype):
     check_alike(world, dtype=dtype, delay=1)
+
+
+def alone(**settings):
+    model = wide_net()
+    settings = {"sync_every": H, "transport": palsgd.Alone(), "offload": True} | settings
+    return palsgd.DiLoCo(model, torch.optim.SGD(model.parameters(), 0.1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: alone(offload="cpu"), "offload='cpu'"),
+        (
+            lambda: alone(outer=lambda ps: torch.optim.Adafactor(ps)),
+            "the outer step in pieces, and that of Adafactor is not elementwise; use",
+        ),
+        (
+            lambda: palsgd.DDP(
+                wide_net(), torch.optim.SGD(nn.Linear(1, 1).parameters()), offload=True
+            ),
+            "offload=True is about syncs, which DDP has none of",
+        ),
+        (
+            lambda: palsgd.methods.SCAFFOLD(
+                (model := wide_net()),
+                torch.optim.SGD(model.parameters(), 0.1),
+                sync_every=H,
+                transport=palsgd.Alone(),
+                offload=True,
+            ),
+            r"offload=True means nothing for SCAFFOLD: its \w+\(\) needs all tensors at once",
+        ),
+    ],
+    ids=["a device", "Adafactor", "DDP", "SCAFFOLD"],
+)
+def test_what_cannot_be_offloaded_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_windows_cover_a_range_and_cut_tensors_at_whole_vectors_only():
+    model = wide_net()
+    layout = Replica(model, torch.optim.SGD(model.parameters())).layout
+    with windows_opened(elements=100):
+        found = [w.place for w in windows(layout, range(37, layout.size), torch.device("cpu"))]
+    assert [i for place in found for i in place] == list(range(37, layout.size))
+    assert all(len(place) <= 100 for place in found)
+    for place in found[:-1]:
+        start = max(37, layout.start_of(place.stop))
+        assert (place.stop - start) % 64 == 0
+
+
+def test_a_simulation_with_offload_runs_in_the_exact_engine():
+    def run(**settings):
+        def method(model):
+            inner = torch.optim.SGD(model.parameters(), 0.05)
+            return palsgd.DiLoCo(model, inner, sync_every=H, offload=True)
+
+        return palsgd.simulate(
+            workers=2,
+            steps=8,
+            model=wide_net,
+            loss=mse,
+            data=lambda worker: iter(batches(worker, dtype=torch.float32) * 9),
+            method=method,
+            progress=False,
+            **settings,
+        )
+
+    assert run().ledger.syncs == 2
+    with pytest.raises(ValueError, match="offload=True keeps the anchor off the device"):
+        run(vectorize=True)
