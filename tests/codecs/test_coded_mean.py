@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from palsgd.codecs import BLOCK, Codec, TopK, coded_mean, message_bytes
+from palsgd.codecs.residues import PartResidue
 from palsgd.transports import Message, Transport, average_in_memory
 from palsgd.transports.transport import CodecError
 from support.allocations import Allocations
@@ -188,3 +189,23 @@ class Broken(Codec):
 def test_a_codec_that_fails_is_no_lost_worker():
     with pytest.raises(CodecError, match=r"'broken' failed on a message of 5 values \(The size"):
         Twice().exchange(Message(torch.full((5,), 3.0), 0, Broken()))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_residues_that_are_cut_otherwise_lose_nothing(workers):
+    """What the next mean will have of them, the mean of all own residues plus the residue of the
+    mean, is the same under messages of another size."""
+    torch.manual_seed(0)
+    codec, before, after = codec_of("int8"), [range(5000)], [range(1700), range(1700, 5000)]
+    total = {"before": torch.zeros(5000), "after": torch.zeros(5000)}
+    for worker in range(workers):
+        who = dict(worker=worker, workers=workers)
+        kept = PartResidue.of(before, codec, like=torch.empty(0), **who)
+        kept.own.normal_()
+        kept.mean.normal_()
+        for name, messages in (("before", before), ("after", after)):
+            kept.cut(messages, codec, **who)
+            total[name] += kept.own / workers
+            covered = torch.cat([torch.tensor([*each], dtype=torch.long) for each in kept.ranges])
+            total[name][covered] += kept.mean
+    torch.testing.assert_close(total["after"], total["before"])
