@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.auto_interval import AutoInterval
 from palsgd.digest import chained
@@ -279,23 +280,29 @@ class Worker:
 
     @torch.no_grad()
     def _before_gradient(self) -> None:
-        w = self.syncer.view.with_gradients(**self._when(self.at.clock))
-        if w.grad:  # torch's functions on lists refuse empty ones
-            self.method.before_gradient(w)
-        self.syncer.states.keep_scalars(w)
+        for w in self.syncer.view.gradients_everywhere(**self._when(self.at.clock)):
+            if w.grad:  # torch's functions on lists refuse empty ones
+                self.method.before_gradient(w)
+            self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole(**self._when(self.at.clock - 1))
-        with torch.no_grad():
-            weights = self.method.after_gradient(w, rate, mixing)
-        self.syncer.states.keep_scalars(w)
+        weights = self._rule_after_gradient(rate, mixing)
         if weights is not None:
             low, high = map(float, weights)
             self.ledger.saw_betas(low, high)
             self.meter.mixing_done()
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
+
+    @torch.no_grad()
+    def _rule_after_gradient(
+        self, rate: list[float] | None, mixing: list[list[float]]
+    ) -> tuple[Any, Any] | None:
+        for w in self.syncer.view.everywhere(**self._when(self.at.clock - 1)):
+            weights = self.method.after_gradient(w, rate, mixing)  # equal in all windows
+            self.syncer.states.keep_scalars(w)
+        return weights
 
     def _when(self, step: int) -> dict[str, int]:
         """What a rule is told of the time, for a step that begins or began at this clock."""
@@ -679,6 +686,10 @@ class Worker:
             local = [t.detach() for t in self.inner.replica.local()]
             torch._foreach_copy_(local, unflattened(values, local))
         syncer.buffers.copy_to_local()
+
+    def aside(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the local model, while the model shows another one."""
+        return tensor.clone() if self._syncer is None else self.syncer.anchor.home.aside(tensor)
 
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""
