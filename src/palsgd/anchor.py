@@ -1,8 +1,9 @@
-"""The anchor: the last global model, and the digest by which workers compare their anchors."""
+"""The anchor: the last global model."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from palsgd.digest import digest
 from palsgd.flat import FlatModel, split_evenly
 from palsgd.offload import Home, fill
 from palsgd.replica import Replica
@@ -53,24 +54,3 @@ class Anchor(FlatModel):
     def digest(self, fragment: int | None = None) -> int:
         """32 bits that are equal on two workers whose anchors are equal, bit for bit."""
         return digest(self.flat if fragment is None else self.part(fragment))
-
-
-def digest(flat: Tensor) -> int:
-    """32 bits of a flat float32 or float64 tensor: the sum of its 8-byte words, folded."""
-    return folded(words(flat))
-
-
-def words(flat: Tensor) -> int:
-    """The sum of the 8-byte words of a flat tensor. The sums of several pieces add up to the sum of
-    the whole tensor in the lowest 64 bits, which `folded` reads, if every piece begins at a whole
-    word."""
-    pairs = flat.numel() * flat.itemsize // 8
-    total = int(flat[: pairs * 8 // flat.itemsize].view(torch.int64).sum())
-    if flat.numel() * flat.itemsize % 8:
-        total += int(flat[-1:].view(torch.int32))
-    return total
-
-
-def folded(total: int) -> int:
-    """The lowest 64 bits of a sum, folded into 32 bits."""
-    return (total ^ (total >> 32)) & 0xFFFFFFFF

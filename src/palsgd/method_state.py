@@ -1,24 +1,35 @@
 """The states of a method: tensors of the model's shapes, and numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from palsgd.anchor import Anchor, digest
+from palsgd.anchor import Anchor
+from palsgd.digest import chained, digest
 from palsgd.flat import FlatModel
 from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
 from palsgd.tensors import RESERVED, WorkerTensors
 
+WHOLE = "the averaged inner state is whole"  # 1 once every fragment of it is known, else 0
+
+
+def averaged_name(name: str) -> str:
+    """The name under which the mean of an inner optimizer's tensors is sent and kept."""
+    return f"mean of the inner {name}"
+
 
 class MethodState:
     """The states that differ between workers (`local`) and the states that are equal on all
-    (`common`)."""
+    (`common`). `averaged` are the names of the inner optimizer's tensors whose means are kept among
+    the common states."""
 
-    def __init__(self, method: Method, replica: Replica, anchor: Anchor):
+    def __init__(
+        self, method: Method, replica: Replica, anchor: Anchor, averaged: Sequence[str] = ()
+    ):
         check_names(method)
 
         def new() -> FlatModel:
@@ -34,6 +45,8 @@ class MethodState:
         self.common = {name: new() for name in state_names(method.global_state)}
         self.local_scalars = state_scalars(method.local_state)
         self.common_scalars = state_scalars(method.global_state)
+        self.common |= {averaged_name(name): new() for name in averaged}
+        self.common_scalars |= {WHOLE: 0.0} if averaged else {}
         self.initial_scalars = dict(self.local_scalars)
         self._initial_common = dict(self.common_scalars)
 
@@ -71,8 +84,8 @@ class MethodState:
     def digest(self, fragment: int | None) -> int:
         """The digest of the states that must be equal on all workers."""
         kept, numbers = self.common.values(), list(self.common_scalars.values())
-        total = sum(digest(k.flat if fragment is None else k.part(fragment)) for k in kept)
-        return total + digest(torch.tensor(numbers, dtype=torch.float64)) if numbers else total
+        found = [digest(k.flat if fragment is None else k.part(fragment)) for k in kept]
+        return chained([*found, digest(torch.tensor(numbers, dtype=torch.float64))])
 
 
 def _tensors(kept: FlatModel, fragment: int | None) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_hooks
 
-from palsgd.anchor import folded, words
+from palsgd.digest import Digest, block_of, folded, sum_of_words, total
 from palsgd.flat import Bucket, FlatModel
 from palsgd.offload import Window
 
@@ -25,30 +25,58 @@ class Displaced(NamedTuple):
 
     squares: Tensor  # the squared norm of the displacement
     digest: int | None  # of the anchor in the bucket's range; None unless asked for
+    moved: int | None  # 32 bits of the displacement, 0 if it is 0; None unless asked for
 
 
 def displaced(
-    bucket: Bucket, anchor: FlatModel, local: list[Tensor], *, with_digest: bool
+    bucket: Bucket,
+    anchor: FlatModel,
+    local: list[Tensor],
+    *,
+    with_digest: bool,
+    with_moved: bool = False,
 ) -> Displaced:
     """Fill a bucket with the anchor minus the local model.
 
-    On a CPU the norm reads each piece of the displacement, and the digest each piece of the anchor,
-    right after the subtraction of that piece. The piece is then still in the cache, which saves two
-    passes.
+    On a CPU the norm reads each piece of the displacement, and the digests each piece of the anchor
+    and of the displacement, right after the subtraction of that piece. The piece is then still in
+    the cache, which saves three passes.
     """
     if bucket.flat.device.type != "cpu":
         bucket.subtract(anchor.flat, anchor.views, local)
-        return Displaced(torch.linalg.vector_norm(bucket.flat).square(), None)
-    minuend, norms, total = bucket.part_of(anchor.flat), [], 0
+        squares = torch.linalg.vector_norm(bucket.flat).square()
+        whole = total(bucket.part_of(anchor.flat)) if with_digest else None
+        return _displaced(squares, whole, sum_of_words(bucket.flat) if with_moved else None)
+    minuend, norms, found, moved = bucket.part_of(anchor.flat), [], Digest(), []
     for piece in _pieces(bucket, bucket.subtract_in_order(anchor.flat, anchor.views, local, PIECE)):
         norms.append(torch.linalg.vector_norm(bucket.flat[piece]))
         if with_digest:
-            total += words(minuend[piece])
-    return Displaced(torch.stack(norms).square().sum(), folded(total) if with_digest else None)
+            found.add(minuend[piece])
+        if with_moved:
+            moved.append(sum_of_words(bucket.flat[piece]))
+    return _displaced(
+        torch.stack(norms).square().sum(),
+        found.total() if with_digest else None,
+        torch.stack(moved).sum() if with_moved else None,
+    )
+
+
+def _displaced(squares: Tensor, digest: Tensor | None, moved: Tensor | None) -> Displaced:
+    """The digests as numbers, both read from the device at once."""
+    totals = [total for total in (digest, moved) if total is not None]
+    numbers = iter(torch.stack(totals).tolist() if totals else [])
+    found = [None if total is None else folded(next(numbers)) for total in (digest, moved)]
+    return Displaced(squares, *found)
 
 
 def displaced_in_windows(
-    bucket: Bucket, anchor: FlatModel, local: list[Tensor], cut: Iterable[Window]
+    bucket: Bucket,
+    anchor: FlatModel,
+    local: list[Tensor],
+    cut: Iterable[Window],
+    *,
+    with_digest: bool,
+    with_moved: bool = False,
 ) -> Displaced:
     """The same for an anchor and a bucket in host memory. The subtraction is done on the device of
     the local model."""
@@ -58,18 +86,20 @@ def displaced_in_windows(
         here.flat.sub_(window.read(local, here.flat.dtype).flat)
         squares.append(torch.linalg.vector_norm(here.flat).square())
         bucket.part(window.place).copy_(here.flat)
-    return Displaced(torch.stack(squares).sum().to(bucket.flat.device), None)
+    whole = total(bucket.part_of(anchor.flat)) if with_digest else None
+    moved = sum_of_words(bucket.flat) if with_moved else None
+    return _displaced(torch.stack(squares).sum().to(bucket.flat.device), whole, moved)
 
 
 def _pieces(bucket: Bucket, filled: Iterator[int]) -> Iterator[slice]:
-    """Pieces of about PIECE elements or more, each as soon as it is filled; the last may be
-    shorter. Every piece begins at an even element, and so at an 8-byte word, as the digest
-    needs."""
-    start, size = 0, bucket.flat.numel()
+    """Pieces of whole blocks, as the digest needs, each as soon as it is filled; the last may be
+    shorter."""
+    start, size, block = 0, bucket.flat.numel(), block_of(bucket.flat)
     for stop in filled:
-        if stop - start >= PIECE and stop < size:
-            yield slice(start, stop - stop % 2)
-            start = stop - stop % 2
+        if stop - start >= block and stop < size:
+            end = stop - (stop - start) % block
+            yield slice(start, end)
+            start = end
     yield slice(start, size)
 
 
@@ -83,7 +113,10 @@ def can_divide(outer: Optimizer) -> bool:
     optimizer with hooks cannot either, as a hook must find the mean in the gradients and not the
     sum.
     """
-    if type(outer) is not SGD or {"step", "grad_scale", "found_inf"} & vars(outer).keys():
+    if type(outer) is not SGD or {"grad_scale", "found_inf"} & vars(outer).keys():
+        return False
+    # a scheduler wraps the step of its optimizer in a function that only notes the call
+    if "step" in vars(outer) and not hasattr(outer.step, "_wrapped_by_lr_sched"):
         return False
     return not _has_hooks(outer) and all(_is_plain(group) for group in outer.param_groups)
 

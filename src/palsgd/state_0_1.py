@@ -4,9 +4,20 @@ import math
 import re
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from palsgd.payload import REPORT
+
 
 def converted(
-    state: dict[str, Any], here: dict[str, Any], *, version: int, sync_every: int, groups: int
+    state: dict[str, Any],
+    here: dict[str, Any],
+    *,
+    version: int,
+    sync_every: int,
+    groups: int,
+    worker: int,
 ) -> dict[str, Any]:
     """A state that release 0.1.0 saved, as `version` of today's schema. `here` are the settings of
     the optimizer that will load it. That optimizer has `groups` parameter groups, and `sync_every`
@@ -21,6 +32,8 @@ def converted(
         spans.append((int(clock), round, counts["sync_every"], config["delay"]))
     return {
         "version": version,
+        "parameters": None if state["anchor"] is None else list(state["anchor"]),
+        "worker": {"number": worker},  # 0.1.0 did not save it
         # Settings that 0.1.0 did not have, or did not have for this method, are those of the
         # optimizer.
         "config": {name: config.get(name, mine) for name, mine in here.items()},
@@ -42,20 +55,28 @@ def converted(
         },
         **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
         "scheduler": state["scheduler"],
+        "outer_scheduler": None,
+        "data": None,
         "method": None,
         "ledger": state["ledger"],
         "rank": {
             rank: {
                 "residues": own["residues"],
-                "pending": None if own["flight"] is None else _pending_sync(own["flight"], none),
+                "pending": None
+                if own["flight"] is None
+                else _pending_sync(own["flight"], none, here["workers"], here["sync_every"]),
             }
             for rank, own in state["own"].items()
         },
     }
 
 
-def _pending_sync(saved: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[str, Any]:
+def _pending_sync(
+    saved: dict[str, Any], rate_sums: tuple[float, ...], workers: int, sync_every: int | str
+) -> dict[str, Any]:
     """The pending sync of a saved state. Its text `where` has the round and clock of sending."""
+    costs = 2 if isinstance(sync_every, str) else 0  # "auto" has two more numbers per worker
+    values, tail = _with_header(saved["values"], saved["extras"], workers, costs)
     found = re.search(r"round (\d+) \(clock (\d+)\)", saved["where"])
     round, clock = (int(n) for n in found.groups()) if found else (0, saved["due"])
     return {
@@ -64,7 +85,7 @@ def _pending_sync(saved: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[s
         "parts": [("model", "mean", True)],
         "messages": [
             {
-                "values": saved["values"],
+                "values": values,
                 "sent": saved["sent"],
                 "gather": False,
                 "rows": None,
@@ -72,10 +93,21 @@ def _pending_sync(saved: dict[str, Any], rate_sums: tuple[float, ...]) -> dict[s
             }
         ],
         "scalars": [],
-        "tail": saved["extras"],
+        "tail": tail,
         "distance": saved["distance"],
         "sent": 0,
         "arrived": saved["arrived"],
         "parked": False,
         "local_when_sent": saved["departure"],
     }
+
+
+def _with_header(values: Tensor, tail: int, workers: int, costs: int) -> tuple[Tensor, int]:
+    """A message of 0.1.0 whose header has the numbers of today, and the length of its tail. 0.1.0
+    had four of them (digest in two halves, finite flag, seconds) before the costs."""
+    before, old = values[:-tail], values[-tail:]
+    lines, rest = old[: (4 + costs) * workers].view(workers, -1), old[(4 + costs) * workers :]
+    new = values.new_zeros(workers, REPORT + costs)
+    new[:, :4] = lines[:, :4]
+    new[:, REPORT:] = lines[:, 4:]
+    return torch.cat([before, new.view(-1), rest]), new.numel() + len(rest)

@@ -2,7 +2,8 @@
 
 A sync is of the whole model or of one fragment. Its two halves are `send` and `apply`; `sync` does
 both at one clock. With `delay`, steps lie between the halves, and the local model keeps its change
-since it was sent: x_k <- x + (x_k - x_k when it was sent).
+since it was sent: x_k <- x + (x_k - x_k when it was sent). With `blend` b, x_k <- b x_k + (1 - b) x
+in either case.
 
 All messages are exchanged before the anchor is changed, so that the loss of a peer cannot leave a
 part of a sync applied. If a worker applied its messages one by one and lost a peer after the second
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
 from palsgd.codecs.residues import PartResidue
+from palsgd.digest import chained
+from palsgd.finite import all_finite
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -41,7 +45,7 @@ from palsgd.passes import (
     divided_step,
 )
 from palsgd.payload import wire_bytes
-from palsgd.tensors import Reduced, WorkerTensors
+from palsgd.tensors import Reduced, WorkerTensors, mix_
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message
 
@@ -59,6 +63,8 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    idle: bool = False  # has the worker taken no step since the last sync of this fragment?
+    taken: int = 0  # gradient steps of this worker since the start of training
 
 
 class SentPart(NamedTuple):
@@ -120,32 +126,46 @@ class Syncer:
         view: MethodView,
         inner: Optimizer,
         outer: Optimizer,
+        outer_scheduler: Any,
         buffers: Buffers,
         guard: Guard,
         memory: MessageMemory,
         meter: Meter,
         codec: Codec | None,
         delayed: bool,
+        blend: float | None,
+        averaged: AveragedState | None,
     ):
         self.method, self.view, self.inner, self.outer = method, view, inner, outer
         self.replica, self.anchor, self.states = view.replica, view.anchor, view.states
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
-        self.codec = codec
+        self.codec, self.blend, self.averaged = codec, blend, averaged
+        self.outer_scheduler = outer_scheduler  # stepped once per round
+        self._first_outer = {
+            param: {name: _copy(value) for name, value in entry.items()}
+            for param, entry in outer.state.items()
+        }
         self.residues: dict[tuple[int, str], PartResidue] = {}  # by fragment and part
+        self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
+        # Without a common anchor equal displacements are no equal models.
+        self.compares_models = guard.compares and guard.compares_work
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
         # trained before the means are applied, or is read by the method's own rules.
-        low = any(t.dtype != self.replica.dtype for t in self.replica.local())
+        self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
-        self.rules, self.whole = rules, delayed or low or rules or self.anchor.home.offloaded
+        rules = rules or averaged is not None or blend is not None
+        self.rules = rules
+        self.whole = delayed or self._low or rules or self.anchor.home.offloaded
         self.outer_pieces = OuterPieces(outer, self.replica.layout)
 
     # -- the two halves ------------------------------------------------------------------------
 
-    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send a fragment and apply its mean at the same clock."""
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome | None]:
+        """Send a fragment and apply its mean at the same clock. None if there was nothing to
+        apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -166,15 +186,19 @@ class Syncer:
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+            return None
         return self._conclude(pending, arrival, start)
 
-    def send(self, at: Moment) -> Generator[Request, int, None]:
+    def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
-        model is trained until then."""
+        model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        pending.local_when_sent = self._local_now(at.fragment)
+        if trains:
+            pending.local_when_sent = self._local_now(at.fragment)
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
@@ -188,8 +212,9 @@ class Syncer:
             kept.read(local)
         return kept.flat
 
-    def apply(self) -> Generator[Request, int, Outcome]:
-        """Wait for the means of the pending sync and apply them."""
+    def apply(self) -> Generator[Request, int, Outcome | None]:
+        """Wait for the means of the pending sync and apply them. None if there was nothing to
+        apply."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -203,9 +228,31 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        outcome = self._conclude(pending, arrival, start)
+        outcome = None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+        else:
+            outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _drop(self, pending: PendingSync) -> None:
+        """Leave all as it is, as no worker has taken a step. The local model is equal to the
+        anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
+        if not self.method.overrides("restart"):
+            self.anchor.copy_to_local(pending.at.fragment)
+
+    def start_over(self) -> None:
+        """Forget what earlier syncs have left, as before the local phase."""
+        self.pending, self.residues = None, {}
+        self.reset_outer()
+        self.states.reset()
+
+    def reset_outer(self) -> None:
+        """Give the outer optimizer the state with which it was built, which most do without."""
+        self.outer.state.clear()
+        for param, entry in self._first_outer.items():
+            self.outer.state[param] = {name: _copy(value) for name, value in entry.items()}
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -215,19 +262,25 @@ class Syncer:
         """The messages of a sync, each filled when the iterator reaches it. The first has the
         tail."""
         self.replica.check_unchanged()
+        self.replica.check_held()
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
         parts = due_parts(self.method, payload, at.round, w)
+        if self.averaged is not None:
+            parts += self.averaged.parts(w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
-            digest = None
+            digest, moved, first = None, None, not pending.messages
             if bucket is not None:
-                alone = not pending.messages and not self._parks(at.fragment)
-                found = self._displaced(bucket, with_digest=alone)
-                squares, digest = squares + found.squares, found.digest
-            if not pending.messages:
-                report = self._report(pending, parts, squares, digest)
+                alone = first and not self._parks(at.fragment)
+                found = self._displaced(
+                    bucket, with_digest=alone, with_moved=first and self.compares_models
+                )
+                squares, digest, moved = squares + found.squares, found.digest, found.moved
+            if first:
+                model = self._model_digest(at.fragment, moved or 0)
+                report = self._report(pending, payload, parts, squares, digest, model)
             if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
@@ -248,14 +301,14 @@ class Syncer:
         else:
             pending.distance = w.norm(torch._foreach_sub(w.anchor, w.local))
 
-    def _displaced(self, bucket: Bucket, *, with_digest: bool) -> Displaced:
+    def _displaced(self, bucket: Bucket, **wanted: bool) -> Displaced:
         """Fill a bucket with the anchor minus the local model."""
         local = self.replica.local()
         if not self.anchor.home.offloaded:
-            return displaced(bucket, self.anchor, local, with_digest=with_digest)
+            return displaced(bucket, self.anchor, local, **wanted)
         place = range(bucket.low, bucket.low + bucket.flat.numel())
         cut = windows(self.replica.layout, place, self.anchor.home.device)
-        return displaced_in_windows(bucket, self.anchor, local, cut)
+        return displaced_in_windows(bucket, self.anchor, local, cut, **wanted)
 
     def _values(
         self, at: Moment, parts: list[Part]
@@ -314,8 +367,38 @@ class Syncer:
         low = bucket.low - self.anchor.ranges[fragment].start
         return range(low, low + bucket.flat.numel())
 
+    def _model_digest(self, fragment: int, moved: int) -> int:
+        """A digest that is equal on two workers whose local models are equal, from the 32 bits of
+        the displacement, as all anchors are equal. With fragments it is that of a whole round, sent
+        with the last fragment: two workers may well have the same fragment, if no gradient of
+        theirs reaches it. 0 if there is nothing to compare."""
+        if moved and self._low and self._equals_anchor(fragment):
+            moved = 0
+        if fragment == 0:
+            self._moved = {}
+        self._moved[fragment] = moved
+        if len(self._moved) < len(self.anchor.ranges):
+            return 0
+        return self._moved[0] if fragment == 0 else chained(self._moved.values())
+
+    def _equals_anchor(self, fragment: int) -> bool:
+        """Is the local model equal to the anchor in the model's own, low precision?"""
+        if not self.anchor.home.offloaded:
+            return _equal(self.view.local_pieces(fragment), self.anchor.pieces(fragment))
+        for window in self.view.windows(fragment):
+            with self.view.in_window(window, window.copy(self.anchor.flat)) as w:
+                if not _equal(w.local, w.anchor):
+                    return False
+        return True
+
     def _report(
-        self, pending: PendingSync, parts: list[Part], squares: Tensor, digest: int | None
+        self,
+        pending: PendingSync,
+        payload: Payload,
+        parts: list[Part],
+        squares: Tensor,
+        digest: int | None,
+        model: int,
     ) -> WorkerReport:
         """This worker's part of the header. If the model is sent in one message, the norm of the
         displacement shows whether it is finite; otherwise every tensor is read."""
@@ -324,14 +407,22 @@ class Syncer:
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
         own = [t for part in parts if part.tensors is not None for t in part.tensors]
         finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        numbers = [payload.weight, *payload.scalars.values()]
+        finite = finite and all(math.isfinite(float(each)) for each in numbers)
         if digest is None:
             digest = self.anchor.digest(fragment)
         report = self.guard.report(
-            digest + self.states.digest(fragment),
-            finite=finite and self.buffers.finite(),
+            chained([digest, self.states.digest(fragment)]),
+            finite=finite,
             meter=self.meter,
-            step_s=pending.at.step_s,
+            # A worker without steps has nothing of its own to compare. Its model may differ from
+            # the anchor by the rounding of a delayed sync, as another worker's may.
+            model=0 if pending.at.idle else model,
+            steps=pending.at.taken,
+            idle=pending.at.idle,
             device=self.replica.device,
+            step_s=pending.at.step_s,
+            buffer=self.buffers.nonfinite(),
         )
         pending.finite = report.finite
         return report
@@ -439,6 +530,7 @@ class Syncer:
             for param, mean in zip(params, parts["model"], strict=True):
                 param.grad = mean
         w = self._tensors(at, lambda: self._pieces_as_sent(pending))
+        means = {} if self.averaged is None else self.averaged.take(parts)
         try:
             with divided_step(self.outer, pending.messages[0].divisor):
                 self.method.apply(w, Reduced(parts, scalars, contributors), self.outer)
@@ -447,6 +539,8 @@ class Syncer:
                 param.grad = None
         if "inner" in vars(w):  # the method has used it
             w.inner.put_back()
+        if self.averaged is not None:
+            self.averaged.apply(at.fragment, means, w, self.blend)
         self.states.keep_scalars(w)
 
     def _step_in_windows(
@@ -522,10 +616,23 @@ class Syncer:
             self.method.restart(w)
             self.anchor.put_back(fragment, w.local, [t.detach() for t in self.replica.local()])
             self.states.keep_scalars(w)
+        elif self.blend is not None:
+            self._blend(fragment, self.blend)
         elif pending.local_when_sent is None:
             self.anchor.copy_to_local(fragment)
         else:
             self._keep_local_progress(fragment, pending.local_when_sent)
+
+    def _blend(self, fragment: int, share: float) -> None:
+        """x_k <- share x_k + (1 - share) x."""
+        if self.anchor.home.offloaded:
+            for window in self.view.windows(fragment):
+                with self.view.in_window(window, window.copy(self.anchor.flat)) as w:
+                    mix_(w.local, w.anchor, 1.0 - share)
+            return
+        local = self.view.local_pieces(fragment)
+        mix_(local, self.anchor.pieces(fragment), 1.0 - share)
+        self.anchor.put_back(fragment, local, [t.detach() for t in self.replica.local()])
 
     def _keep_local_progress(self, fragment: int, when_sent: Tensor) -> None:
         """x_k <- x + (x_k - x_k when it was sent)."""
@@ -549,6 +656,15 @@ class Syncer:
         self.method.join(w)
         self.states.keep_scalars(w)
         forget_nonfinite(self.inner)
+        if self.averaged is not None:
+            self.averaged.copy_to_local()
+
+    def round_ended(self) -> None:
+        """All fragments of a round have been applied."""
+        if self.outer_scheduler is not None:
+            self.outer_scheduler.step()
+        if self.averaged is not None:
+            self.averaged.round_ended()
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
         return self.view.fragment(at.fragment, local, **_known(at))
@@ -566,6 +682,14 @@ def _known(at: Moment) -> dict[str, Any]:
 
 def _parts_of(window: Window, kept: Tensor, start: int) -> list[Tensor]:
     return window.copy(kept, start=start).parts()
+
+
+def _equal(local: list[Tensor], anchor: list[Tensor]) -> bool:
+    return all(torch.equal(x, a.to(x.dtype)) for x, a in zip(local, anchor, strict=True))
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def due_parts(method: Method, payload: Payload, round: int, w: WorkerTensors) -> list[Part]:
@@ -634,12 +758,3 @@ def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last one are kept."""
     chunks = values.split([t.numel() for t in like], dim=-1)
     return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)

@@ -12,15 +12,26 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "errors", "events", "flat", "ledger", "outer", "progress", "sharding"),
-    ("auto_interval", "codecs", "meter", "offload", "replica", "schedule", "units"),
-    ("anchor", "buffers", "inner", "memory", "passes", "transports"),
-    ("composed", "method", "methods", "method_state", "method_view", "registry", "tensors"),
-    ("options", "payload"),
-    ("guard",),
+    ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
+    ("outer", "progress", "scalars", "sharding", "unsynced", "units"),
+    (
+        *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
+        *("two_levels", "wrapped"),
+    ),
+    (
+        *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
+        *("position", "transports"),
+    ),
+    (
+        *("averaged_state", "composed", "method", "methods", "method_state", "method_view"),
+        *("registry", "tensors"),
+    ),
+    ("options", "payload", "schedulers"),
+    ("keywords",),
+    ("guard", "untrained"),
     ("sync", "warmup"),
     ("worker",),
-    ("assembly", "state", "state_0_1"),
+    ("assembly", "evaluation", "live_state", "state", "state_0_1"),
     ("local_optimizer",),
     ("checkpoint", "loop", "optimizer"),
     ("cluster",),

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import palsgd
 from palsgd import passes
-from palsgd.anchor import digest
+from palsgd.digest import digest, folded, sum_of_words
 from palsgd.flat import Bucket, FlatModel, Layout
 from palsgd.outer import plain_average
 from palsgd.passes import can_divide, displaced, divided_step
@@ -59,12 +59,13 @@ def test_pieces_give_the_bits_of_the_plain_subtraction_and_the_plain_digest(foun
     bucket, anchor, local = found
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "PIECE", width)
-        got = displaced(bucket, anchor, local, with_digest=True)
+        got = displaced(bucket, anchor, local, with_digest=True, with_moved=True)
     values = bucket.flat.clone()
     bucket.flat.fill_(7.0)
     bucket.subtract(anchor.flat, anchor.views, local)
     assert torch.equal(values, bucket.flat)
     assert got.digest == digest(anchor.part(0))
+    assert got.moved == folded(int(sum_of_words(values)))
     plain = torch.linalg.vector_norm(values).square()
     torch.testing.assert_close(got.squares, plain, rtol=1e-5, atol=0)
     if width >= len(values):
@@ -105,8 +106,11 @@ def test_norm_and_digest_never_read_more_than_two_pieces_at_once():
     layout = Layout(local)
     anchor = FlatModel(layout, [range(layout.size)], dtype=torch.float32, device=CPU)
     bucket = Bucket(layout, 0, torch.empty(layout.size))
+    anchor.flat.normal_(generator=torch.Generator().manual_seed(1))
     with Counting() as counting:
-        displaced(bucket, anchor, local, with_digest=True)
+        found = displaced(bucket, anchor, local, with_digest=True, with_moved=True)
+    assert found.digest == digest(anchor.flat)
+    assert found.moved == folded(int(sum_of_words(bucket.flat)))
     norms = counting.sizes["linalg_vector_norm"]
     assert sum(norms) == 4 * layout.size
     assert max(norms) <= 2 * 4 * passes.PIECE
@@ -324,7 +328,8 @@ def changed_between(place):
         model = net()
         inner = torch.optim.SGD(model.parameters(), lr=0.05)
         opt = palsgd.DiLoCo(model, inner, sync_every=1)
-        opt.step()
+        with pytest.warns(UserWarning, match="no parameter has a gradient"):
+            opt.step()
         if dist.get_rank() == 1:
             anchor_of(opt)[place] += 1e-3
         before = anchor_of(opt).clone()

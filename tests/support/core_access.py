@@ -9,6 +9,7 @@ from torch import Tensor
 
 from palsgd import offload
 from palsgd.codecs.coded_mean import Residue
+from palsgd.packing import packed, unpacked
 from palsgd.worker import Worker
 
 
@@ -78,6 +79,20 @@ def method_states(opt) -> dict[str, Tensor]:
     """What the method keeps beside the model, each state laid end to end like the anchor."""
     states = core_of(opt).syncer.states
     return {name: kept.flat for name, kept in (states.local | states.common).items()}
+
+
+def fields_of(opt, state=None) -> dict:
+    """The fields of a state, by default of the present one."""
+    state = opt.state_dict() if state is None else state
+    found, _ = unpacked(state, core_of(opt).inner.replica, opt.transport.rank_inside)
+    return found
+
+
+def with_fields(opt, state, fields) -> dict:
+    """The state with other fields."""
+    replica = core_of(opt).inner.replica
+    _, inner = unpacked(state, replica, opt.transport.rank_inside)
+    return packed(fields, inner, replica)
 
 
 def held_tensors(opt) -> list[Tensor]:
