@@ -62,7 +62,7 @@ def main():
         workers=WORKERS, steps=STEPS, model=lambda: nn.Linear(8, 1), loss=loss, data=shard,
         method=optimizer, vectorize=False,
     )  # fmt: skip
-    kept = result.optimizers[0].state_dict()["method"]["global scalars"]
+    kept = palsgd.state.numbers(result.optimizers[0].state_dict())["method"]["global scalars"]
     print(f"loss {result.history[0]['loss']:.3f} -> {result.history[-1]['loss']:.3f}")
     print(f"agreement in the last round: {kept['agreement']:.3f}")
     return result

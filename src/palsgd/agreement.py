@@ -17,20 +17,31 @@ from torch.optim import Optimizer
 
 from palsgd.replica import unwrapped
 
-# How a step is computed, which may differ between machines. It is no setting of the method.
-_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
+# Entries of a parameter group that are no settings: they say how a step is computed, which may
+# differ between machines, or they change during training.
+_NO_SETTINGS = {"params", "param_names", "lr", "initial_lr"}
+_NO_SETTINGS |= {"foreach", "fused", "capturable", "differentiable"}
 _PLACES = re.compile(r" at 0x[0-9a-fA-F]+|(?<=cuda):\d+")  # addresses, numbers of devices
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def inner_settings(inner: Optimizer) -> dict[str, Any]:
-    """The hyper-parameters of each parameter group."""
-    groups = inner.param_groups
+def inner_settings(inner: Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of each parameter group as they are at the start of training."""
+    return [
+        {
+            "lr": float(group.get("initial_lr", group["lr"])),
+            **{name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS},
+        }
+        for group in inner.param_groups
+    ]
+
+
+def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The settings of the parameter groups, each under its own name."""
     found: dict[str, Any] = {"number of inner parameter groups": len(groups)}
     for number, group in enumerate(groups):
         whose = f" of inner group {number}" if len(groups) > 1 else " of inner"
-        for name in sorted(group.keys() - _IMPLEMENTATION):
-            found[name + whose] = _plain(group[name])
+        found |= {name + whose: value for name, value in sorted(group.items())}
     return found
 
 
@@ -56,7 +67,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in sorted(value.items())}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(map(_plain, value))
+        return list(map(_plain, value))
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return described(value) if callable(value) else type(value).__qualname__

@@ -96,10 +96,10 @@ class AutoInterval:
     def note(self, costs: Costs) -> None:
         self.costs.append(costs)
 
-    def after_round(self, rounds: int, *, share: float) -> tuple[int, Costs] | None:
+    def after_round(self, *, share: float) -> tuple[int, Costs] | None:
         """The chosen H and the costs it was chosen from, after the last round that is measured;
-        None after every other round."""
-        if rounds != self.auto.rounds:
+        None after every round before."""
+        if len(self.costs) < self.auto.rounds * self._fragments:
             return None
         found = Costs.of(self.costs[1:] or self.costs)
         chosen = self.auto.choose(

@@ -30,7 +30,19 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
 
     Each worker has a folder of its own, as the models of the workers differ between syncs, although
     their mesh calls the tensors replicas. The ranks of a worker write their shards into its folder.
+
+    Raises:
+        RuntimeError: `opt.may_save` is False, so states that the workers save now could not be
+            loaded together.
     """
+    # Workers that save right after a sync, each when it gets there, have the same syncs behind
+    # them.
+    if not (opt.may_save or opt.synced):
+        raise RuntimeError(
+            f"worker {opt.transport.worker} cannot save at clock {opt.clock}: after "
+            f"{opt.gradient_steps} gradient steps some workers are before a sync and others behind "
+            "it; save after an iteration at which opt.may_save is True"
+        )
     tensors: dict[str, Tensor] = {}
     import torch.distributed.checkpoint as dcp  # takes seconds
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from palsgd.outer import refuse_metric
 from palsgd.replica import Replica
+from palsgd.sharding import local_tensor
 
 # Optimizers that exchange in every step: torch's own and ours. They are told by name, as importing
 # torch's takes seconds.
@@ -78,12 +79,20 @@ class ChainedOptimizer(Optimizer):
         for part in self.parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, saved in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(saved)
+        groups, first = list(state_dict["param_groups"]), 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups, and the inner optimizers have "
+                f"{len(self.param_groups)}; load it into optimizers of the same groups"
+            )
+        for part in self.parts:
+            own = groups[first : first + len(part.param_groups)]
+            keys = {key for group in own for key in group["params"]}
+            state = {key: entry for key, entry in state_dict["state"].items() if key in keys}
+            part.load_state_dict({"state": state, "param_groups": own})
+            first += len(own)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -116,7 +125,7 @@ class Ownership:
         return found
 
     def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.stepping or not self.owners or _only_makes_state(optimizer):
+        if self.stepping or not self.owners or only_initialises(optimizer):
             return
         kind = type(optimizer).__name__
         raise RuntimeError(
@@ -133,12 +142,6 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     hooks = [*optimizer._optimizer_step_pre_hooks.values()]
     hooks += optimizer._optimizer_step_post_hooks.values()
     return any(not isinstance(getattr(hook, "__self__", None), Ownership) for hook in hooks)
-
-
-def _only_makes_state(optimizer: Optimizer) -> bool:
-    """Does a step change nothing? torch's functions for distributed states take such a step, with
-    learning rates of 0, to have the state made."""
-    return not optimizer.state and all(float(g.get("lr", 1)) == 0 for g in optimizer.param_groups)
 
 
 class InnerStep:
@@ -189,6 +192,16 @@ def check_communicates_not(inner: Optimizer) -> None:
                 f"inner={type(each).__name__} communicates in every step, which would undo the "
                 "local steps; give the plain optimizer inside it, such as torch.optim.AdamW"
             )
+
+
+def only_initialises(inner: Optimizer) -> bool:
+    """Is this the step by which torch's state helpers make the state of a new optimizer: all
+    learning rates 0, all gradients 0, no state yet? A schedule may begin with 0 too, but its
+    gradients do not."""
+    if inner.state or any(float(group["lr"]) for group in inner.param_groups):
+        return False
+    grads = [p.grad for group in inner.param_groups for p in group["params"] if p.requires_grad]
+    return all(grad is not None and not local_tensor(grad).any() for grad in grads)
 
 
 def check_scheduler(scheduler: Any, inner: Optimizer) -> None:

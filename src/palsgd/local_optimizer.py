@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from palsgd.agreement import inner_settings, program_settings
+from palsgd.agreement import by_name, inner_settings, program_settings
 from palsgd.assembly import build_worker
 from palsgd.auto_interval import Auto
 from palsgd.checks import warn
@@ -31,13 +31,17 @@ from palsgd.inner import (
     check_communicates_not,
     check_same_parameters,
     check_scheduler,
+    only_initialises,
     parts_of,
 )
 from palsgd.keywords import documented
 from palsgd.ledger import Ledger
+from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options
 from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
+from palsgd.packing import refuse_palsgd_state
+from palsgd.position import Company
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.schedulers import LagWatch, peak_rates, rates_ahead
@@ -45,7 +49,7 @@ from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
-from palsgd.transports.transport import Transport, ambient_transport
+from palsgd.transports.transport import Message, Transport, ambient_transport
 from palsgd.unsynced import Unsynced
 from palsgd.warmup import check_attachable, gradient_sync
 from palsgd.worker import Exchange
@@ -106,6 +110,7 @@ class LocalOptimizer(Optimizer):
         blend: float | None = None,
         outer_scheduler: OuterScheduler | None = None,
         average_state: Sequence[str] | None = None,
+        offload: bool = False,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
@@ -131,9 +136,11 @@ class LocalOptimizer(Optimizer):
             same_data=same_data,
             blend=blend,
             average_state=average_state,
+            offload=offload,
         )
         if options.has_rounds:
             check_modes(inner, options.average_state)
+        refuse_palsgd_state(inner)
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         replica = Replica(model, inner)
@@ -156,10 +163,12 @@ class LocalOptimizer(Optimizer):
             "workers": self.transport.workers,
             **options.as_config(),
             "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
+            "inner_settings": inner_settings(inner),
             "outer": _signature(self.outer),
             "outer_scheduler": described(self.outer_scheduler),
         }
-        self._agree(replica, bucket_mb)
+        self._agree(replica, bucket_mb=bucket_mb, offload=offload)
+        self._join_others()
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
         self._look_ahead(AT_FIRST)
@@ -170,20 +179,35 @@ class LocalOptimizer(Optimizer):
         if self.transport.workers > 1 and self.transport is not ambient_transport():
             self._unsynced = Unsynced(self)
 
-    def _agree(self, replica: Replica, bucket_mb: float) -> None:
-        """Raise unless the settings that must be equal on all workers are equal."""
+    def _agree(self, replica: Replica, **sizes: Any) -> None:
+        """Raise unless the settings that must be equal on all workers are equal. `sizes` are those
+        that a saved state and its reader need not have in common."""
         worker = self._worker
         settings = self.config | {
             "parameters": replica.describe(),
             "the model's buffers": worker.warmup.buffers.describe(),
-            "bucket_mb": bucket_mb,
+            **sizes,
             "same_data": not worker.warmup.guard.compares_work,
             "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
         }
-        settings |= inner_settings(self.inner)
+        settings |= by_name(settings.pop("inner_settings"))
         if not self.transport.shares_code:
             settings |= program_settings(self.model)
         self.transport.agree(settings)
+
+    def _join_others(self) -> None:
+        """Have the optimizers that use the same process group compare, before each sync, which of
+        them it is of. The workers agree whether there are several, as one may have dropped an
+        optimizer that another still holds."""
+        worker, company = self._worker, Company.of(self.transport.channel)
+        worker.optimizer = company.join(worker)
+        if self.transport.workers == 1 or self.transport.channel is self.transport:
+            return  # nobody else uses its channel
+        several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
+        self.transport.mean(Message(several))
+        if several.item() > 0:
+            for member in company.members:
+                member.crowded = True
 
     def _title(self) -> str:
         """The name of the method in messages and settings."""
@@ -207,9 +231,9 @@ class LocalOptimizer(Optimizer):
             self.inner.param_groups = groups
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """The state of the inner optimizer."""
-        return self.inner.state
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return LiveState(self._worker) if "_worker" in vars(self) else self.inner.state
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
@@ -221,7 +245,9 @@ class LocalOptimizer(Optimizer):
     ) -> None:
         """Step `scheduler` once per step of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-            scheduler = scheduler(self)
+            # A scheduler holds its optimizer. Made from this one, it would close a cycle, which
+            # keeps the anchor in memory until the garbage collector runs. The groups are the same.
+            scheduler = scheduler(self.inner)
         if scheduler is not None:
             check_scheduler(scheduler, self.inner)
         bound = getattr(scheduler, "optimizer", None)
@@ -249,6 +275,9 @@ class LocalOptimizer(Optimizer):
         """
         if self._showing_anchor or torch.is_inference_mode_enabled():
             self._refuse_step()
+        if self._worker.at.clock == 0 and only_initialises(self.inner):
+            self.inner.step()
+            return None
         # torch calls the hooks of a subclass's own step
         hooked = type(self).step is LocalOptimizer.step
         if hooked and (self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks):
@@ -412,7 +441,8 @@ class LocalOptimizer(Optimizer):
                 try:
                     sent = fulfil(self.transport, request)
                 except RuntimeError as error:
-                    request = exchange.throw(self._lost_peer(error))
+                    lost = not isinstance(error, torch.OutOfMemoryError)
+                    request = exchange.throw(self._lost_peer(error) if lost else error)
                 except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
                 else:
@@ -483,6 +513,13 @@ class LocalOptimizer(Optimizer):
     def rounds(self) -> int:
         """Rounds completed, each with its sync."""
         return self._worker.at.rounds
+
+    @property
+    def may_save(self) -> bool:
+        """Do all workers that have taken as many gradient steps as this one have the same syncs
+        behind them? States that all workers save after the same iteration can be loaded together
+        only then. It is always True with `draws="balanced"` or `"shared"`, and costs no message."""
+        return self._worker.may_save
 
     @property
     def synced(self) -> bool:
@@ -575,8 +612,9 @@ class LocalOptimizer(Optimizer):
     # -- state ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state except the model. Save model.state_dict() of each worker too. Hooks that
-        were registered for it are called, as torch's optimizers do."""
+        """A snapshot of the whole state except the model, in the form of any torch optimizer's. It
+        costs the memory of a copy. Save model.state_dict() of each worker too. Hooks that were
+        registered for it are called, as torch's optimizers do."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self.training_state():
@@ -587,9 +625,27 @@ class LocalOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Resume from `state_dict` bit for bit, also within a round. With `strict=False` the
-        settings may differ from the saved ones. Hooks that were registered for it are called, as
-        torch's optimizers do."""
+        """Resume from `state_dict` bit for bit, also within a round. Load the model before.
+
+        With `strict=True` the settings must be those under which the state was saved, the inner
+        optimizer's initial hyper-parameters included. With `strict=False` the settings are those of
+        this optimizer, inner and outer ones alike, and progress and tensors those of the state. The
+        learning rate stays at its point of the schedule. A sync under way is applied first. What no
+        longer fits is left out, and one warning names it: residues of codecs under another number
+        of workers, of fragments or another codec; the outer state, if the clock lies in the new
+        warm-up. With `sync_every="auto"` in place of a fixed H, H is measured anew.
+
+        The state of another worker resumes from its global model, with a warning. The state of a
+        plain optimizer is loaded into the inner one; the clock starts at 0, and the model is the
+        anchor with which the local phase begins.
+
+        Args:
+            state_dict: what `state_dict()` returned, here or on another optimizer.
+            strict: must the settings be equal?
+
+        Raises:
+            ValueError: the settings differ, or the state is of another model or release.
+        """
         state = dict(state_dict)  # a hook may replace entries of it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state)

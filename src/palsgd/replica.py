@@ -18,7 +18,7 @@ class Replica:
         self._model = unwrapped(model)
         named: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
         _check_ownership(named, inner)
-        self._inner = inner
+        self.inner = inner
         self.params = trainable(inner)
         self.names = [named[p] for p in self.params]
         _check_tensors(self.params, self.names)
@@ -44,7 +44,7 @@ class Replica:
     def check_unchanged(self) -> None:
         """Raise if the inner optimizer trains other tensors than when this was built, or the same
         ones in another precision or on another device."""
-        now = trainable(self._inner)
+        now = trainable(self.inner)
         # `is` by id, as == of two tensors compares their elements
         if list(map(id, now)) != self._ids:
             raise ValueError(

@@ -11,7 +11,13 @@ from palsgd.payload import REPORT
 
 
 def converted(
-    state: dict[str, Any], here: dict[str, Any], *, version: int, sync_every: int, groups: int
+    state: dict[str, Any],
+    here: dict[str, Any],
+    *,
+    version: int,
+    sync_every: int,
+    groups: int,
+    worker: int,
 ) -> dict[str, Any]:
     """A state that release 0.1.0 saved, as `version` of today's schema. `here` are the settings of
     the optimizer that will load it. That optimizer has `groups` parameter groups, and `sync_every`
@@ -26,6 +32,8 @@ def converted(
         spans.append((int(clock), round, counts["sync_every"], config["delay"]))
     return {
         "version": version,
+        "parameters": None if state["anchor"] is None else list(state["anchor"]),
+        "worker": {"number": worker},  # 0.1.0 did not save it
         # Settings that 0.1.0 did not have, or did not have for this method, are those of the
         # optimizer.
         "config": {name: config.get(name, mine) for name, mine in here.items()},
@@ -48,6 +56,7 @@ def converted(
         **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
         "scheduler": state["scheduler"],
         "outer_scheduler": None,
+        "data": None,
         "method": None,
         "ledger": state["ledger"],
         "rank": {

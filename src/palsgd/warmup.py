@@ -271,9 +271,9 @@ class Warmup:
 
     def open_local_phase(
         self, report: WorkerReport, clock: int, count: Callable[[int], None]
-    ) -> Generator[Request, int, None]:
-        """Compare the workers' models before the local phase. Buffers that were not averaged with
-        the gradients are averaged now."""
+    ) -> Generator[Request, int, list[WorkerReport]]:
+        """Compare the workers' models before the local phase, and return their reports. Buffers
+        that were not averaged with the gradients are averaged now."""
         like, guard = self.template, self.guard
         averages = self.buffers.averaged and not self.in_step and clock > 0
         sections = [guard.encode(report, like), self.untrained.encode(like)]
@@ -290,6 +290,7 @@ class Warmup:
             self.buffers.after_sync(means[0], guard.workers, verdict.contributors)
         else:
             self.buffers.set_from_local()
+        return verdict.reports
 
 
 _SPARSE = float(2**20)  # more than all workers' dense gradients can add up to

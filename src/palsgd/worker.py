@@ -12,17 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.auto_interval import AutoInterval
 from palsgd.digest import chained
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
 from palsgd.feed import Feed
-from palsgd.guard import costs
+from palsgd.guard import WorkerReport, costs
 from palsgd.inner import InnerStep
 from palsgd.ledger import Ledger
 from palsgd.meter import Meter
 from palsgd.method import Facts, Method
 from palsgd.payload import wire_bytes
+from palsgd.position import PHASES, Position, check, encode
 from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.requests import Request
@@ -52,6 +54,9 @@ class Progress:
     # gradient_steps and rate_sums at the last sync of each fragment
     marks: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
     scalars: dict[str, float] = field(default_factory=dict)  # the method's, from the last sync
+    # the gradient steps of all workers when the last sync that was applied was sent, and its clock
+    steps_of_all: list[int] = field(default_factory=list)
+    counted_at: int = 0
 
     def __post_init__(self) -> None:
         self.sent_at = self.sent_at or [-1] * self.fragments
@@ -76,11 +81,18 @@ class Worker:
         self.inner, self.warmup, self._syncer = inner, warmup, syncer
         self.meter, self.listeners = meter, listeners
         self.interval = interval  # None once H is settled
-        self.at, self.feed = Progress(fragments=schedule.fragments), Feed()
-        self.at.rate_sums = [0.0] * len(inner.optimizer.param_groups)
+        self._first = (schedule, facts, interval)  # as it was built
+        self.at, self.feed = self._no_progress(), Feed()
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
+        self.compares_position = False  # before its next exchange?
+        self.optimizer = 0  # which of the optimizers of this process
+        self.crowded = False  # do other optimizers use the same process group?
         self._plain_until = -1  # nothing is due around gradient steps that begin before this clock
+
+    def _no_progress(self) -> Progress:
+        rate_sums = [0.0] * len(self.inner.optimizer.param_groups)
+        return Progress(fragments=self.schedule.fragments, rate_sums=rate_sums)
 
     @property
     def syncer(self) -> Syncer:
@@ -178,6 +190,7 @@ class Worker:
         before = self.ledger.bytes_sent
         self.inner.replica.check_unchanged()
         if self.warmup.in_step:
+            yield from self._compare_positions(PHASES[0])
             self.meter.gradient_done()
             with self.meter.watch.timing("sync_s"):
                 sound = yield from self.warmup.average(self.at.clock, self._count_message)
@@ -227,6 +240,7 @@ class Worker:
     def _start_local_phase(self) -> Exchange:
         """Set the anchor to the model, after the workers have compared their models."""
         syncer, at, warmup = self.syncer, self.at, self.warmup
+        yield from self._compare_positions(PHASES[1])
         self.inner.replica.check_unchanged()
         self.inner.replica.check_held()
         syncer.anchor.set_from_local()
@@ -240,8 +254,9 @@ class Worker:
             device=self.inner.replica.device,
             buffer=0 if warmup.in_step else warmup.buffers.nonfinite(),
         )
-        yield from warmup.open_local_phase(report, at.clock, self._count_message)
+        reports = yield from warmup.open_local_phase(report, at.clock, self._count_message)
         at.has_anchor = True
+        self._count_all(reports, at.clock)
         at.sent_at = [at.clock] * at.fragments
         at.marks = [self._mark()] * at.fragments
         at.last_record = (at.clock, at.gradient_steps, self.ledger.mixing_steps)
@@ -265,23 +280,29 @@ class Worker:
 
     @torch.no_grad()
     def _before_gradient(self) -> None:
-        w = self.syncer.view.with_gradients(**self._when(self.at.clock))
-        if w.grad:  # torch's functions on lists refuse empty ones
-            self.method.before_gradient(w)
-        self.syncer.states.keep_scalars(w)
+        for w in self.syncer.view.gradients_everywhere(**self._when(self.at.clock)):
+            if w.grad:  # torch's functions on lists refuse empty ones
+                self.method.before_gradient(w)
+            self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole(**self._when(self.at.clock - 1))
-        with torch.no_grad():
-            weights = self.method.after_gradient(w, rate, mixing)
-        self.syncer.states.keep_scalars(w)
+        weights = self._rule_after_gradient(rate, mixing)
         if weights is not None:
             low, high = map(float, weights)
             self.ledger.saw_betas(low, high)
             self.meter.mixing_done()
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
+
+    @torch.no_grad()
+    def _rule_after_gradient(
+        self, rate: list[float] | None, mixing: list[list[float]]
+    ) -> tuple[Any, Any] | None:
+        for w in self.syncer.view.everywhere(**self._when(self.at.clock - 1)):
+            weights = self.method.after_gradient(w, rate, mixing)  # equal in all windows
+            self.syncer.states.keep_scalars(w)
+        return weights
 
     def _when(self, step: int) -> dict[str, int]:
         """What a rule is told of the time, for a step that begins or began at this clock."""
@@ -370,9 +391,10 @@ class Worker:
             self._plan = (round, self.plan_of(self.number, round))
         return self._plan[1]
 
-    def plan_of(self, worker: int, round: int) -> list[bool]:
-        """The steps of the present round of any worker."""
-        clock = self.at.clock
+    def plan_of(self, worker: int, round: int, clock: int | None = None) -> list[bool]:
+        """The steps of the round of any worker that contains this clock, by default the
+        present."""
+        clock = self.at.clock if clock is None else clock
         length, facts = self.schedule.length(clock), self.round_facts(clock)
         plan = self.method.plan(worker, round, length, facts)
         if len(plan) != length:
@@ -476,6 +498,8 @@ class Worker:
     def _exchange(self, due: list[Due], round: int) -> Exchange:
         through: list[Outcome] = []
         for kind, fragment in due:
+            if kind == "sync" or (kind == "send" and self.compares_position):
+                yield from self._compare_positions(PHASES[2])
             outcome = None
             if kind == "apply":
                 outcome = yield from self.syncer.apply()
@@ -496,6 +520,55 @@ class Worker:
         self.meter.skip()
         for number, outcome in enumerate(through):
             self._tell_synced(outcome, completes=number == len(through) - 1)
+
+    # -- all workers ---------------------------------------------------------------------------
+
+    def _compare_positions(self, phase: str) -> Exchange:
+        """Raise unless all workers are about to exchange the same. This is done for the first
+        exchange after a load and, if several optimizers share a process group, before each."""
+        if not (self.compares_position or self.crowded) or self.facts.workers == 1:
+            return
+        mine = Position(phase, self.at.clock, len(self.ledger.history), self.optimizer)
+        values = encode(self.number, self.facts.workers, mine, self.warmup.template)
+        # The message is not in the ledger, so that the ledger of a resumed run is that of a run
+        # that was never interrupted.
+        yield Message(values)
+        check(values, self.facts.workers)
+        self.compares_position = False
+
+    def _count_all(self, reports: list[WorkerReport], clock: int) -> None:
+        """Keep the gradient steps of all workers at this clock. The reports have them modulo
+        2^16."""
+        own = reports[self.number].steps
+        mine = self.at.gradient_steps - self._gradients(self.number, clock, self.at.clock)
+        apart = [(report.steps - own + 2**15) % 2**16 - 2**15 for report in reports]
+        self.at.steps_of_all, self.at.counted_at = [mine + more for more in apart], clock
+
+    def _gradients(self, worker: int, start: int, stop: int) -> int:
+        """The gradient steps of a worker between two clocks, by its plans."""
+        found, clock = 0, start
+        while clock < stop:
+            round, offset = self.schedule.place(clock)
+            plan = self.plan_of(worker, round, clock)[offset : offset + stop - clock]
+            found += plan.count(False)
+            clock += len(plan)
+        return found
+
+    @property
+    def may_save(self) -> bool:
+        """Does every worker that has taken as many gradient steps as this one have the same syncs
+        behind it? A worker has run a sync when it has taken the gradient steps before it."""
+        at, schedule = self.at, self.schedule
+        if self.facts.workers == 1 or not at.has_anchor or self.warming_up:
+            return True
+        last = at.counted_at
+        while (following := schedule.next_due(last)) <= at.clock:
+            last = following
+        return all(
+            steps + self._gradients(worker, at.counted_at, last) <= at.gradient_steps
+            and steps + self._gradients(worker, at.counted_at, following) > at.gradient_steps
+            for worker, steps in enumerate(at.steps_of_all)
+        )
 
     def _mark(self) -> tuple[int, tuple[float, ...]]:
         return self.at.gradient_steps, tuple(self.at.rate_sums)
@@ -521,6 +594,7 @@ class Worker:
     def _synced(self, outcome: Outcome) -> None:
         at = self.at
         at.synced = True
+        self._count_all(outcome.reports, outcome.at.clock)
         at.scalars = outcome.scalars
         self._record(outcome)
         if outcome.at.fragment == at.fragments - 1:
@@ -535,7 +609,7 @@ class Worker:
         interval = self.interval
         if interval is None:
             return
-        chosen = interval.after_round(self.at.rounds, share=self.method.gradient_share)
+        chosen = interval.after_round(share=self.method.gradient_share)
         if chosen is None:
             return
         length, found = chosen
@@ -613,6 +687,10 @@ class Worker:
             torch._foreach_copy_(local, unflattened(values, local))
         syncer.buffers.copy_to_local()
 
+    def aside(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the local model, while the model shows another one."""
+        return tensor.clone() if self._syncer is None else self.syncer.anchor.home.aside(tensor)
+
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""
         buffers, workers = self.warmup.buffers, self.facts.workers
@@ -664,9 +742,21 @@ class Worker:
         self.schedule = self.schedule.with_end(clock)
         self._plain_until = -1
 
+    def start_over(self) -> None:
+        """Forget all progress, as a load is going to set it."""
+        end = self.schedule.end
+        self.schedule, self.facts, self.interval = self._first
+        self.schedule = self.schedule.with_end(end)
+        if self.interval is not None:
+            self.interval.costs = []
+        self.at = self._no_progress()
+        if self._syncer is not None:
+            self._syncer.start_over()
+
     def resumed(self) -> None:
         """Drop what was computed before progress and schedule were set from a saved state."""
         self._plan, self._plain_until = (-1, []), -1
+        self.compares_position = True
         self.warmup.compared = False
         self.warmup.guard.await_gradient()
         self.warmup.switch(on=self.warming_up)

@@ -13,9 +13,15 @@ ROOT = Path(palsgd.__file__).parent
 # types, and those inside functions, count too.
 LAYERS = (
     ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
-    ("outer", "progress", "sharding", "unsynced", "units"),
-    ("auto_interval", "codecs", "ledger", "meter", "replica", "schedule", "two_levels", "wrapped"),
-    ("agreement", "anchor", "buffers", "inner", "memory", "passes", "transports"),
+    ("outer", "progress", "scalars", "sharding", "unsynced", "units"),
+    (
+        *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
+        *("two_levels", "wrapped"),
+    ),
+    (
+        *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
+        *("position", "transports"),
+    ),
     (
         *("averaged_state", "composed", "method", "methods", "method_state", "method_view"),
         *("registry", "tensors"),
@@ -25,7 +31,7 @@ LAYERS = (
     ("guard", "untrained"),
     ("sync", "warmup"),
     ("worker",),
-    ("assembly", "evaluation", "state", "state_0_1"),
+    ("assembly", "evaluation", "live_state", "state", "state_0_1"),
     ("local_optimizer",),
     ("checkpoint", "loop", "optimizer"),
     ("cluster",),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import palsgd
-from support.core_access import method_states
+from support.core_access import fields_of, method_states
 from support.problems import batches, linear, train
 from support.stepping import take_step
 
@@ -62,11 +62,11 @@ def test_training_from_a_state_leaves_the_state_as_it_is():
     model, opt = palsgd_alone()
     train(model, opt, batches(0), 5)
     state = copy.deepcopy(opt.state_dict())
-    progress = copy.deepcopy(state["progress"])
+    before = copy.deepcopy(fields_of(opt, state)["progress"])
     model, opt = palsgd_alone()
     opt.load_state_dict(state)
     train(model, opt, batches(0), 30)
-    assert state["progress"] == progress
+    assert fields_of(opt, state)["progress"] == before
 
 
 def test_a_state_of_the_warm_up_takes_back_what_a_method_has_kept_since():

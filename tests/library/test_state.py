@@ -15,7 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
 from palsgd.replica import unwrapped
-from support.core_access import anchor_of, anchor_views, global_buffers
+from support.core_access import (
+    anchor_of,
+    anchor_views,
+    fields_of,
+    global_buffers,
+    with_fields,
+)
 from support.problems import batches, linear, mse, net, train, vector
 
 WARMUP, H = 3, 5
@@ -115,33 +121,34 @@ def test_a_state_holds_the_keys_of_the_design(steps):
         opt.step()
         opt.zero_grad()
     state = opt.state_dict()
-    assert {"inner", "outer", "anchor", "clock", "config"} <= set(state)
-    assert state["clock"] == opt.clock
-    assert RULES.items() <= state["config"].items()
+    assert set(state) == {"state", "param_groups"}
+    assert [g["params"] for g in state["param_groups"]] == [[0, 1, 2, 3]]
+    fields = fields_of(opt, state)
+    assert {"outer", "anchor", "clock", "config", "worker"} <= set(fields)
+    assert fields["clock"] == opt.clock
+    assert RULES.items() <= fields["config"].items()
+    for p, entry in zip(model.parameters(), state["state"].values(), strict=True):
+        assert entry["palsgd"]["anchor"].shape == p.shape
 
 
 def test_a_state_is_a_snapshot_that_training_on_does_not_change():
-    """But for torch's own part: an inner state_dict holds references, as in plain torch."""
     model = net()
     opt = build(model, transport=palsgd.Alone())
     train_on(model, opt, steps=WARMUP + 2 * H)
     state = opt.state_dict()
-    names = [name for name, _ in model.named_parameters()]
-    assert list(state["anchor"]) == names
     with opt.anchor_weights():
-        for name, p in model.named_parameters():
-            assert torch.equal(state["anchor"][name], p)
-    kept = copy.deepcopy({k: v for k, v in state.items() if k not in ("inner", "outer")})
+        for p, entry in zip(model.parameters(), state["state"].values(), strict=True):
+            assert torch.equal(entry["palsgd"]["anchor"], p)
+            assert {"exp_avg", "exp_avg_sq", "step", "palsgd"} == set(entry)
+            assert "outer/tensors/momentum_buffer" in entry["palsgd"]
+    kept = copy.deepcopy(state)
     train_on(model, opt, steps=WARMUP + 4 * H)
-    for key, value in kept.items():
-        same(
-            [t.numpy() if isinstance(t, torch.Tensor) else t for t in leaves(state[key])],
-            [t.numpy() if isinstance(t, torch.Tensor) else t for t in leaves(value)],
-        )
-    assert any(
-        not torch.equal(state["anchor"][name], view)
-        for name, view in zip(names, anchor_views(opt), strict=True)
+    same(
+        [t.numpy() if isinstance(t, torch.Tensor) else t for t in leaves(state)],
+        [t.numpy() if isinstance(t, torch.Tensor) else t for t in leaves(kept)],
     )
+    anchors = [entry["palsgd"]["anchor"] for entry in state["state"].values()]
+    assert any(not torch.equal(a, view) for a, view in zip(anchors, anchor_views(opt), strict=True))
 
 
 def leaves(value):
@@ -266,7 +273,10 @@ def test_recomputed_buffers_survive_a_resume():
 # -- other settings ----------------------------------------------------------------------------
 
 
-def saved_state(steps=WARMUP + H + 2, **changes):
+SAVED_AT = WARMUP + H + 2
+
+
+def saved_state(steps=SAVED_AT, **changes):
     model = mlp()
     opt = build(model, transport=palsgd.Alone(), **changes)
     train_on(model, opt, steps=steps)
@@ -291,7 +301,6 @@ def test_loading_under_another_setting_names_it_with_both_values(setting):
     before, now = OTHER[setting]
     model = mlp()
     opt = build(model, transport=palsgd.Alone(), **{setting: now})
-    start = copy.deepcopy(opt.state_dict())
     with pytest.raises(ValueError, match="other settings") as caught:
         opt.load_state_dict(saved_state())
     message = str(caught.value)
@@ -301,7 +310,7 @@ def test_loading_under_another_setting_names_it_with_both_values(setting):
     assert "\n" not in message
     for other in set(OTHER) - {setting}:
         assert other not in message
-    assert opt.clock == start["clock"]  # nothing was loaded
+    assert opt.clock == 0  # nothing was loaded
     assert not opt.inner.state
 
 
@@ -349,13 +358,13 @@ def test_strict_false_goes_on_under_the_new_setting(setting):
     now = OTHER[setting][1]
     model = mlp()
     opt = build(model, transport=palsgd.Alone(), **{setting: now})
-    state = saved_state()
-    opt.load_state_dict(state, strict=False)
-    assert opt.clock == state["clock"]
+    clock = SAVED_AT
+    opt.load_state_dict(saved_state(), strict=False)
+    assert opt.clock == clock
     assert opt.config[setting] == now
-    train_on(model, opt, steps=state["clock"] + 2 * 7)
+    train_on(model, opt, steps=clock + 2 * 7)
     assert math.isfinite(vector(model).sum())
-    assert opt.state_dict()["config"][setting] == now
+    assert fields_of(opt)["config"][setting] == now
 
 
 def test_strict_false_changes_the_length_of_the_rounds_that_follow():
@@ -380,11 +389,11 @@ def test_strict_false_can_finish_a_palsgd_run_with_ddp():
     model = mlp()
     inner = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     opt = palsgd.DDP(model, inner, transport=palsgd.Alone())
-    state = saved_state()
-    opt.load_state_dict(state, strict=False)
-    assert opt.clock == state["clock"]
-    train_on(model, opt, steps=state["clock"] + 3)
-    assert opt.clock == state["clock"] + 3
+    with pytest.warns(UserWarning, match="training goes on from this worker's model"):
+        opt.load_state_dict(saved_state(), strict=False)
+    assert opt.clock == SAVED_AT
+    train_on(model, opt, steps=SAVED_AT + 3)
+    assert opt.clock == SAVED_AT + 3
 
 
 # -- palsgd.checkpoint -------------------------------------------------------------------------
@@ -564,14 +573,14 @@ def alone(model):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda state: {"state": {}, "param_groups": []}, "not those of a palsgd optimizer"),
-        (lambda state: state | {"version": 99}, "version 99, and this release reads version"),
-        (lambda state: {k: v for k, v in state.items() if k != "ledger"}, "lacks ledger"),
+        (lambda fields: fields | {"version": 99}, "version 99, and this release reads version"),
+        (lambda fields: {k: v for k, v in fields.items() if k != "ledger"}, "lacks ledger"),
     ],
 )
 def test_what_is_no_state_of_this_release_is_refused_and_changes_nothing(changed, message):
     model, opt = alone(linear())
-    state = changed(copy.deepcopy(opt.state_dict()))
+    state = opt.state_dict()
+    state = with_fields(opt, state, changed(fields_of(opt, state)))
     train(model, opt, batches(0), 4)
     with pytest.raises(ValueError, match=message):
         opt.load_state_dict(state)

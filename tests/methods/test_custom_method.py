@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import palsgd
-from support.core_access import method_states
+from support.core_access import fields_of, method_states
 from support.pages import code_blocks, executed, section
 from support.places import ROOT
 from support.problems import batches, linear, mse, train, vector
@@ -82,7 +82,7 @@ def test_the_examples_agreement_is_1_for_workers_with_equal_data_and_less_otherw
             workers=3, steps=20, model=lambda: torch.nn.Linear(8, 1), loss=example["loss"],
             data=data, method=example["optimizer"], vectorize=False,
         )  # fmt: skip
-        kept = [opt.state_dict()["method"]["global scalars"] for opt in result.optimizers]
+        kept = [fields_of(opt)["method"]["global scalars"] for opt in result.optimizers]
         assert kept[0] == kept[1] == kept[2]
         return kept[0]["agreement"]
 

@@ -37,9 +37,9 @@ def build(model, method):
 
 def snapshot(model, opt):
     """Everything that must be equal, as plain arrays."""
-    state = opt.state_dict()
-    inner = {k: v for p in state["inner"]["state"].values() for k, v in p.items()}
-    outer = [t for p in (state["outer"] or {"state": {}})["state"].values() for t in p.values()]
+    inner = {k: v for p in opt.inner.state_dict()["state"].values() for k, v in p.items()}
+    kept = opt.outer.state_dict()["state"] if opt.outer else {}
+    outer = [t for p in kept.values() for t in p.values()]
     counts = ("gradient_steps", "mixing_steps", "syncs", "messages", "bytes_sent", "distance")
     return {
         "weights": vector(model),

@@ -41,6 +41,10 @@ class ProcessGroupTransport(Transport):
         self._background: Background | None = None
         self._flying: WeakKeyDictionary[Message, Future[int]] = WeakKeyDictionary()
 
+    @property
+    def channel(self) -> Any:
+        return self.group or dist.group.WORLD
+
     def mean(self, message: Message) -> int | None:
         if self.workers == 1:
             return None

@@ -1,0 +1,92 @@
+"""Where the workers of a run stand, compared in a small message of its own.
+
+Workers that resume from states of different syncs, or whose two optimizers sync in another order,
+would send messages of unequal size to each other, at which gloo ends the process. A message whose
+size is always the same can be read by all, and tells them apart first.
+"""
+
+import weakref
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from palsgd.errors import ConsensusError
+
+PHASES = ("a step of the warm-up", "the start of the local phase", "sync")
+_NUMBERS = 6  # that a worker sends
+
+
+class Position(NamedTuple):
+    """What a worker is about to exchange."""
+
+    phase: str
+    clock: int
+    sync: int  # how many syncs are behind it
+    optimizer: int  # which of the process's optimizers, in the order in which they were built
+
+    def __str__(self) -> str:
+        place = f"sync {self.sync}" if self.phase == PHASES[2] else self.phase
+        return f"{place} (clock {self.clock})"
+
+
+def encode(worker: int, workers: int, mine: Position, like: Tensor) -> Tensor:
+    """Every worker fills its own row of zeros, so the mean holds the rows of all, divided by K."""
+    rows = like.new_zeros(workers, _NUMBERS)
+    line = [PHASES.index(mine.phase), *_halves(mine.clock), *_halves(mine.sync), mine.optimizer]
+    rows[worker] = torch.tensor(line, dtype=like.dtype)
+    return rows.view(-1)
+
+
+def check(mean: Tensor, workers: int) -> None:
+    """Raise the same error on every worker unless all are at the same place."""
+    found = [_position(line) for line in (mean.double() * workers).view(workers, -1).tolist()]
+    first, other = found[0], next((p for p in found if p != found[0]), None)
+    if other is None:
+        return
+    number = found.index(other)
+    if other.optimizer != first.optimizer:
+        raise ConsensusError(
+            f"the syncs of two optimizers in one process cross: worker 0 is at {first} of "
+            f"optimizer {first.optimizer}, worker {number} at {other} of optimizer "
+            f"{other.optimizer}; use draws='balanced', and step each optimizer equally often on "
+            "all workers"
+        )
+    raise ConsensusError(
+        f"checkpoints of different syncs: worker 0 is at {first}, worker {number} at {other}; load "
+        "states that all workers saved where opt.may_save was True, as palsgd.checkpoint does"
+    )
+
+
+def _halves(number: int) -> tuple[int, int]:
+    return number & 0xFFFF, number >> 16
+
+
+def _position(line: list[float]) -> Position:
+    phase, clock, more_clock, sync, more_sync, optimizer = (round(number) for number in line)
+    return Position(
+        PHASES[phase % len(PHASES)],
+        clock + (more_clock << 16),
+        sync + (more_sync << 16),
+        optimizer,
+    )
+
+
+class Company:
+    """The optimizers of this process whose messages go through one channel."""
+
+    _all: ClassVar["weakref.WeakKeyDictionary[Any, Company]"] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.built = 0
+        self.members: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, channel: Any) -> "Company":
+        return cls._all.setdefault(channel, cls())
+
+    def join(self, member: Any) -> int:
+        """The number of a new member, from 0."""
+        self.members.add(member)
+        self.built += 1
+        return self.built - 1

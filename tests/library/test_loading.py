@@ -1,0 +1,343 @@
+"""Loading a state of another worker, of a plain optimizer, of another sync, and under other
+settings."""
+
+import copy
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import palsgd
+from support.core_access import anchor_of, outer_state, pending_sync, residues_of
+from support.problems import batches, linear, mse, vector
+
+ALONE = dict(transport=palsgd.Alone())
+
+
+def take_steps(model, opt, steps, data=None, on_step=lambda: None):
+    data = data or batches(opt.transport.worker)
+    for _ in range(steps):
+        mse(model, data[opt.gradient_steps % len(data)]).backward()
+        opt.step()
+        opt.zero_grad()
+        on_step()
+
+
+def momentum(model, lr=0.05):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def diloco(lr=0.05, seed=0, **rules):
+    model = linear()
+    rules = dict(outer=palsgd.nesterov(0.5, 0.8), sync_every=4) | rules
+    return model, palsgd.DiLoCo(model, momentum(model, lr), **rules)
+
+
+def saved(model, opt):
+    return copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+
+# -- another worker's --------------------------------------------------------------------------
+
+
+def load_rank_0s(steps):
+    """What frameworks do: rank 0's model and optimizer are given to all."""
+    model, opt = diloco()
+    take_steps(model, opt, steps)
+    found = [saved(model, opt) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, 0)
+    weights, state = found[0]
+    model, opt = diloco()
+    model.load_state_dict(weights)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        opt.load_state_dict(state)
+    start = vector(model), anchor_of(opt).numpy().copy()
+    take_steps(model, opt, 8)
+    with opt.anchor_weights():
+        end = vector(model)
+    return [str(w.message) for w in seen], start, end, opt.clock, vector(model)
+
+
+def test_workers_that_load_rank_0s_state_within_a_round_go_on_from_its_global_model(world):
+    (none, first, end0, clock0, _), (said, second, end1, clock1, _) = world.run(
+        load_rank_0s, workers=2, steps=6
+    )
+    assert none == []
+    assert len(said) == 1
+    assert "worker 1 loads the state of worker 0" in said[0]
+    assert not np.array_equal(first[0], first[1])  # its own progress
+    np.testing.assert_array_equal(second[0], second[1])  # the anchor
+    np.testing.assert_array_equal(end0, end1)
+    assert clock0 == clock1 == 14
+
+
+# -- a plain optimizer's -----------------------------------------------------------------------
+
+
+def test_a_plain_optimizers_state_goes_on_with_clock_0_and_its_moments():
+    """Against torch alone: the first round of DiLoCo is the inner optimizer's steps."""
+    data = batches(0)
+    model = linear()
+    inner = momentum(model)
+    for batch in data[:3]:
+        mse(model, batch).backward()
+        inner.step()
+        inner.zero_grad()
+    twin, opt = diloco(sync_every=8, **ALONE)
+    twin.load_state_dict(model.state_dict())
+    opt.load_state_dict(inner.state_dict())
+    assert (opt.clock, opt.rounds) == (0, 0)
+    for batch in data[3:6]:
+        for each, step in ((model, inner), (twin, opt)):
+            mse(each, batch).backward()
+            step.step()
+            step.zero_grad()
+    np.testing.assert_array_equal(vector(twin), vector(model))
+    assert opt.clock == 3
+
+
+def test_a_palsgd_state_in_a_plain_optimizer_is_told_when_it_is_wrapped():
+    model, opt = diloco(**ALONE)
+    take_steps(model, opt, 3)
+    inner = momentum(model)
+    inner.load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match="state of a palsgd optimizer") as caught:
+        palsgd.DiLoCo(model, inner, sync_every=4, **ALONE)
+    assert "load that state into the palsgd optimizer" in str(caught.value)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_ddp_run_goes_on_as_diloco_with_any_fragments(fragments):
+    model = linear()
+    first = palsgd.DDP(model, momentum(model), **ALONE)
+    take_steps(model, first, 5)
+    again, opt = diloco(fragments=fragments, **ALONE)
+    again.load_state_dict(model.state_dict())
+    opt.load_state_dict(first.state_dict(), strict=False)
+    assert opt.clock == 5
+    take_steps(again, opt, 1)
+    with opt.anchor_weights():
+        np.testing.assert_array_equal(vector(again), vector(model))
+
+
+# -- other settings ----------------------------------------------------------------------------
+
+
+def saved_diloco(steps, **rules):
+    model, opt = diloco(**(ALONE | rules))
+    take_steps(model, opt, steps)
+    return saved(model, opt)
+
+
+def load(state, match=None, **rules):
+    model, opt = diloco(**(ALONE | rules))
+    model.load_state_dict(state[0])
+    if match is None:
+        opt.load_state_dict(state[1], strict=False)  # a warning would be an error
+    else:
+        with pytest.warns(UserWarning, match=match):
+            opt.load_state_dict(state[1], strict=False)
+    return model, opt
+
+
+def test_a_longer_warm_up_goes_on_from_the_model_without_anchor_and_outer_state():
+    state = saved_diloco(7, warmup_steps=2, sync_every=3)
+    model, opt = load(state, "lies in the warm-up of 100 steps", warmup_steps=100, sync_every=3)
+    with opt.anchor_weights():
+        np.testing.assert_array_equal(vector(model), state[0]["weight"].numpy().reshape(-1))
+    assert not opt.outer.state
+    take_steps(model, opt, 93)
+    assert (opt.clock, opt.rounds, len(opt.ledger.history)) == (100, 1, 1)
+
+
+def test_inner_settings_are_the_new_ones_as_the_outer_ones_are():
+    _, opt = load(saved_diloco(3, lr=0.1), lr=0.01, outer=palsgd.nesterov(0.7, 0.5))
+    assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert opt.outer.param_groups[0]["lr"] == 0.7
+    strict = diloco(lr=0.01, **ALONE)[1]
+    with pytest.raises(ValueError, match=r"inner_settings.*0\.1.*0\.01"):
+        strict.load_state_dict(saved_diloco(3, lr=0.1)[1])
+
+
+def test_auto_measures_although_the_state_had_a_fixed_h():
+    model, opt = load(saved_diloco(6), sync_every=palsgd.Auto(least=2, most=4, rounds=3))
+    take_steps(model, opt, 12)
+    assert opt.ledger.interval is not None
+
+
+def test_a_sync_under_way_is_applied_first_under_a_shorter_delay():
+    state = saved_diloco(9, sync_every=8, delay=8)
+    model, opt = load(state, sync_every=2, delay=2)
+    assert pending_sync(opt)
+    before = anchor_of(opt).clone()
+    take_steps(model, opt, 1)
+    assert opt.ledger.history[0]["clock"] == 9
+    assert not torch.equal(anchor_of(opt), before)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_the_outer_state_is_cut_anew_for_other_fragments(fragments):
+    def build(fragments):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3))
+        rules = dict(sync_every=6, fragments=fragments, outer=palsgd.nesterov(0.5, 0.8))
+        return model, palsgd.DiLoCo(model, momentum(model), **rules, **ALONE)
+
+    model, opt = build(2)
+    data = batches(0, torch.float32)
+    take_steps(model, opt, 12, data)
+    other, resumed = build(fragments)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(opt.state_dict(), strict=False)
+    want, got = outer_state(opt).sort().values, outer_state(resumed).sort().values
+    assert want.abs().max() > 0
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    take_steps(other, resumed, 6, data)
+
+
+def residues_and_k(folder, workers, **rules):
+    model, opt = diloco(compress="int8", **rules)
+    if dist.get_world_size() == workers:
+        take_steps(model, opt, 6)
+        torch.save(saved(model, opt), f"{folder}/{dist.get_rank()}.pt")
+        return len(residues_of(opt)), []
+    weights, state = torch.load(f"{folder}/{min(dist.get_rank(), workers - 1)}.pt")
+    model.load_state_dict(weights)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        opt.load_state_dict(state, strict=False)
+    left = len(residues_of(opt))
+    take_steps(model, opt, 8)
+    return left, [str(w.message) for w in seen], opt.clock
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_residues_are_dropped_by_name_where_the_number_of_workers_changes(world, tmp_path, delay):
+    job = dict(folder=str(tmp_path), workers=2, delay=delay)
+    assert all(left for left, _ in world.run(residues_and_k, workers=2, **job))
+    for left, said, clock in world.run(residues_and_k, workers=3, **job):
+        assert left == 0
+        assert any("what codecs had not sent yet does not fit workers=3" in line for line in said)
+        assert clock == 14
+
+
+# -- the same iteration ------------------------------------------------------------------------
+
+
+def palsgd_run(**rules):
+    model = linear()
+    rules = dict(sync_every=8, mix_prob=0.4, mix_rate=2.0, seed=3) | rules
+    return model, palsgd.PALSGD(model, momentum(model), **rules)
+
+
+def save_everywhere(iterations, **rules):
+    """States after every iteration, whether they may be saved, and how a run from them ends."""
+    model, opt = palsgd_run(**rules)
+    states, allowed = [], []
+
+    def keep():
+        states.append(saved(model, opt))
+        allowed.append(opt.may_save)
+
+    take_steps(model, opt, iterations, on_step=keep)
+    end, ends = vector(model), []
+    for number, (weights, state) in enumerate(states):
+        model, opt = palsgd_run(**rules)
+        model.load_state_dict(weights)
+        opt.load_state_dict(state)
+        try:
+            take_steps(model, opt, iterations - number - 1)
+            ends.append("same" if np.array_equal(vector(model), end) else "other")
+        except palsgd.ConsensusError as error:
+            ends.append(str(error))
+        dist.barrier()
+    return allowed, ends
+
+
+@pytest.mark.parametrize("rules", [{}, dict(fragments=2), dict(delay=4)], ids=str)
+def test_balanced_draws_may_save_after_any_iteration_and_go_on_bit_for_bit(world, rules):
+    for allowed, ends in world.run(save_everywhere, workers=2, iterations=13, **rules):
+        assert all(allowed)
+        assert set(ends) == {"same"}
+
+
+@pytest.mark.parametrize("rules", [{}, dict(fragments=2)], ids=str)
+def test_independent_draws_say_when_all_may_save_and_other_states_are_told_apart(world, rules):
+    got = world.run(save_everywhere, workers=2, iterations=13, draws="independent", **rules)
+    assert got[0][0] == got[1][0]
+    for allowed, ends in got:
+        assert 0 < sum(allowed) < len(allowed)
+        for may, end in list(zip(allowed, ends, strict=True))[:-4]:  # the last may meet no sync
+            assert (end == "same") if may else end.startswith("checkpoints of different syncs")
+
+
+def refused_save(folder):
+    model, opt = palsgd_run(draws="independent")
+    said = []
+    for _ in range(13):
+        take_steps(model, opt, 1)
+        if not opt.may_save:
+            try:
+                palsgd.checkpoint.save(folder, model, opt)
+            except RuntimeError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_checkpoint_that_could_not_be_loaded_is_refused(world, tmp_path):
+    for said in world.run(refused_save, workers=2, folder=str(tmp_path)):
+        assert said
+        assert all("save after an iteration at which opt.may_save is True" in s for s in said)
+
+
+# -- a sync under way --------------------------------------------------------------------------
+
+
+def reload_in_flight(late):
+    model, opt = diloco(delay=3)
+    take_steps(model, opt, 2)
+    early = saved(model, opt)
+    take_steps(model, opt, 1)
+    if dist.get_rank() == 1 and late:
+        time.sleep(1.0)
+    take_steps(model, opt, 2)
+    assert pending_sync(opt)
+    model.load_state_dict(early[0])
+    opt.load_state_dict(early[1])
+    take_steps(model, opt, 10)
+    return opt.clock, anchor_of(opt).numpy().copy(), vector(model)
+
+
+def test_loading_waits_for_the_sync_that_a_late_peer_still_sends(world):
+    want = world.run(reload_in_flight, workers=2, late=False)
+    got = world.run(reload_in_flight, workers=2, late=True)
+    np.testing.assert_equal(got, want)
+    np.testing.assert_array_equal(got[0][1], got[1][1])
+
+
+# -- two optimizers ----------------------------------------------------------------------------
+
+
+def two_optimizers(draws):
+    (one, first), (other, second) = palsgd_run(draws=draws), palsgd_run(draws=draws, seed=8)
+    for _ in range(30):
+        take_steps(one, first, 1)
+        take_steps(other, second, 1)
+    return first.clock, second.clock
+
+
+def test_two_optimizers_in_one_process_train_with_balanced_draws(world):
+    first, second = world.run(two_optimizers, workers=2, draws="balanced")
+    assert first == second
+
+
+def test_two_optimizers_whose_syncs_cross_are_told_to_use_balanced_draws(world):
+    for got in world.outcomes(two_optimizers, workers=2, draws="independent"):
+        assert got.error == "ConsensusError"
+        assert "two optimizers in one process cross" in got.message
+        assert "draws='balanced'" in got.message
