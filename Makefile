@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo lint bench clean
+.PHONY: setup test demo lint bench mutants torch-tests clean
 
 setup: .venv/installed
 
@@ -25,6 +25,18 @@ lint: setup
 
 bench: setup
 	$(BIN)/python bench/step.py
+
+# Single-line bugs in the core, and whether the tests find them: half an hour or more.
+mutants: setup
+	$(BIN)/python tests/mutants/run.py
+
+# PyTorch's own tests of optimizers and schedulers, on a palsgd optimizer around each optimizer:
+# make torch-tests TORCH=path/to/a/pytorch/checkout
+torch-tests: setup
+	@test -n "$(TORCH)" || { echo "give a pytorch checkout: make torch-tests TORCH=path"; exit 2; }
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest
+	$(BIN)/python tests/torch_suite/run.py $(TORCH)
+	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ def main() -> None:
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    opt = palsgd.PALSGD(model, inner, sync_every=32, mix_prob=0.1, mix_rate=16.0)
+    opt = palsgd.PALSGD(model, inner, sync_every=32)
 
     for batch, target in palsgd.until(loader, opt, steps=STEPS):
         nn.functional.cross_entropy(model(batch), target).backward()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from palsgd.schedule import round_plan
     from palsgd.simulator.simulate import simulate, simulate_many
     from palsgd.transports import Alone, Message, Transport
+    from palsgd.two_levels import worker_groups
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "simulate",
     "simulate_many",
     "until",
+    "worker_groups",
 ]
 
 # The module that defines each name. A name that is not in this table is the name of a module.
@@ -82,6 +84,7 @@ _MODULES = {
     "simulate": "simulator",
     "simulate_many": "simulator",
     "until": "loop",
+    "worker_groups": "two_levels",
 }
 
 

@@ -5,6 +5,7 @@ from torch.optim import Optimizer
 
 from palsgd.anchor import Anchor
 from palsgd.auto_interval import AutoInterval
+from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
 from palsgd.events import Listeners
 from palsgd.guard import Guard
@@ -16,11 +17,12 @@ from palsgd.method import Facts
 from palsgd.method_state import MethodState
 from palsgd.method_view import MethodView
 from palsgd.options import Options
-from palsgd.outer import OuterFactory
+from palsgd.outer import OuterFactory, OuterScheduler, bound_scheduler
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.sync import Syncer
 from palsgd.transports.transport import Transport
+from palsgd.untrained import Untrained
 from palsgd.warmup import Warmup, gradient_sync
 from palsgd.worker import Worker
 
@@ -31,39 +33,48 @@ def build_worker(
     replica: Replica,
     transport: Transport,
     outer: OuterFactory,
+    outer_scheduler: OuterScheduler | None,
     options: Options,
 ) -> Worker:
     """A worker that has not taken a step. A worker without rounds (DDP) has no anchor and no
     syncer."""
     meter = Meter(Ledger(), replica.device)
-    buffers = Buffers(model, options.buffers)
+    buffers = Buffers(model, options.buffers, transport)
+    untrained = Untrained(model, replica, transport)
     guard = Guard(
         transport,
         with_costs=options.auto is not None,
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
+        same_data=options.same_data,
+        buffers=list(buffers.statistics),
     )
     memory = MessageMemory(
         replica,
         bucket_size=max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize),
-        tail=guard.header.size + len(replica.params) + buffers.encoded_size,
+        tail=guard.header.size + len(replica.params) + untrained.size + buffers.encoded_size,
         keeps_all=options.fragments > 1 or options.delay > 0,
     )
     syncer = None
     if options.has_rounds:
         anchor = _anchor(replica, options.fragments)
-        states = MethodState(options.method, replica, anchor.ranges)
+        names = options.average_state or ()
+        states = MethodState(options.method, replica, anchor.ranges, names)
+        built = _outer_optimizer(outer, anchor)
         syncer = Syncer(
             method=options.method,
             view=MethodView(replica, anchor, states, inner, transport),
             inner=inner,
-            outer=_outer_optimizer(outer, anchor),
+            outer=built,
+            outer_scheduler=bound_scheduler(outer_scheduler, built),
             buffers=buffers,
             guard=guard,
             memory=memory,
             meter=meter,
             codec=options.codec,
             delayed=options.delay > 0,
+            blend=options.blend,
+            averaged=AveragedState(names, inner, replica, states) if names else None,
         )
     return Worker(
         method=options.method,
@@ -71,7 +82,9 @@ def build_worker(
         schedule=_schedule(options),
         number=transport.worker,
         inner=InnerStep(inner, replica, options.max_norm),
-        warmup=Warmup(gradient_sync(model), replica, memory, guard, buffers, meter),
+        warmup=Warmup(
+            gradient_sync(model, transport), replica, memory, guard, buffers, meter, untrained
+        ),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),
@@ -115,12 +128,16 @@ def _anchor(replica: Replica, fragments: int) -> Anchor:
 
 def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
     if not callable(outer):
-        raise ValueError(f"outer={outer!r} is not a callable; use palsgd.nesterov(lr=0.2)")
+        shown = f"an {type(outer).__name__} object" if isinstance(outer, Optimizer) else repr(outer)
+        raise ValueError(
+            f"outer={shown} is not a function that makes an optimizer from parameters; use "
+            "palsgd.nesterov(lr=0.7) or lambda params: torch.optim.SGD(params, lr=0.7)"
+        )
     built = outer(anchor.params)
     if not isinstance(built, Optimizer):
         raise ValueError(
             f"outer must be a callable that makes a torch optimizer from parameters, but gave "
-            f"{type(built).__name__}; use palsgd.nesterov(lr=0.2) or "
+            f"{type(built).__name__}; use palsgd.nesterov(lr=0.7) or "
             "lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
     return built

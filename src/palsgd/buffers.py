@@ -1,13 +1,17 @@
 """The model's buffers (normalization statistics, counters), and what a sync does to them."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from palsgd.checks import check_choice
+from palsgd.finite import all_finite
 from palsgd.replica import unwrapped
+from palsgd.transports.transport import Transport
 
 POLICIES = ("average", "local", "recompute")
 _PIECE = 1 << 16  # integers are sent as 16-bit pieces, which a float32 mean keeps exact
@@ -17,14 +21,23 @@ class Buffers:
     """The persistent buffers of a model: floats are averaged, integers follow worker 0.
 
     A sync does not change buffers that are not saved with the model (masks, position tables), as
-    the model's code derives them. It does not change complex buffers either.
+    the model's code derives them. It does not change complex buffers either. A buffer that has inf
+    or nan when the optimizer is built is a mask and no statistic: a sync neither sends nor checks
+    it.
     """
 
-    def __init__(self, model: nn.Module, policy: str):
+    def __init__(self, model: nn.Module, policy: str, transport: Transport | None = None):
         check_choice("buffers", policy, POLICIES)
         self.policy = policy
         self.averaged = policy == "average"
-        self._slots = persistent_buffers(unwrapped(model))
+        model = unwrapped(model)
+        self._slots = persistent_buffers(model)
+        several = transport is not None and transport.inside is not None and bool(self._slots)
+        self._ranks = transport if several else None  # the ranks of this worker, if it has several
+        self._masks = {slot for slot in self._slots if _is_mask(getattr(*slot))}
+        prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._names = {slot: prefixes[slot[0]] + slot[1] for slot in self._slots}
+        self._warned = False  # of a mask that changes
         pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
         self.encoded_size = sum(b.numel() for b in self._floats) + pieces
         self._global = [b.clone() for b in self.all()]
@@ -32,27 +45,42 @@ class Buffers:
         # call of recompute_buffers() up to the next sync.
         self.current = policy != "recompute"
 
-    def _now(self) -> list[Tensor]:
+    def _now(self) -> dict[tuple[nn.Module, str], Tensor]:
         """The buffers are looked up at each call, as a module may replace a buffer by a new
         tensor."""
-        return [getattr(module, name) for module, name in self._slots]
+        return {slot: getattr(*slot) for slot in self._slots}
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """The floating-point buffers that are averaged, by their names."""
+        now = self._now().items()
+        kept = {slot: b for slot, b in now if b.is_floating_point() and slot not in self._masks}
+        return {self._names[slot]: b for slot, b in kept.items()}
+
+    @property
+    def masks(self) -> set[str]:
+        """The names of the buffers that had inf or nan when the optimizer was built."""
+        return {self._names[slot] for slot in self._masks}
 
     @property
     def _floats(self) -> list[Tensor]:
-        return [b for b in self._now() if b.is_floating_point()]
+        return list(self.statistics.values())
 
     @property
     def _integers(self) -> list[Tensor]:
-        return [b for b in self._now() if not b.is_floating_point()]
+        return [b for b in self._now().values() if not b.is_floating_point()]
 
     def all(self) -> list[Tensor]:
-        return self._floats + self._integers
+        """All buffers, floats first."""
+        return [b for b in self._now().values() if b.is_floating_point()] + self._integers
 
     def describe(self) -> str:
-        return ", ".join(f"{str(b.dtype)[6:]}{list(b.shape)}" for b in self.all())
+        kinds = [f"{str(b.dtype)[6:]}{list(b.shape)}" for b in self.all()]
+        return ", ".join(kinds + [f"mask {name}" for name in sorted(self.masks)])
 
     def encode(self, worker: int, like: Tensor, *, finite: bool = True) -> Tensor:
         """The flat values that this worker sends. Unless `finite`, zeros replace its floats."""
+        self._unite_ranks(like)
         parts = [like.new_empty(0)]
         for buffer in self._floats:
             flat = buffer.reshape(-1).to(like.dtype)
@@ -60,6 +88,17 @@ class Buffers:
         for buffer in self._integers:
             parts += [p.to(like.dtype) * (worker == 0) for p in _split(buffer)]
         return torch.cat(parts)
+
+    def _unite_ranks(self, like: Tensor) -> None:
+        """Give all ranks of this worker the same buffers: the mean of their floats, and the
+        integers of the first rank. Between syncs each rank's own batches change them."""
+        if self._ranks is not None:
+            for kind, dtype in ((self._floats, like.dtype), (self._integers, torch.int64)):
+                flat = [like.new_empty(0, dtype=dtype), *(b.reshape(-1).to(dtype) for b in kind)]
+                rows = self._ranks.gather_inside(torch.cat(flat))
+                found = rows.mean(0) if dtype.is_floating_point else rows[0]
+                for buffer, part in zip(kind, found.split([b.numel() for b in kind]), strict=True):
+                    buffer.copy_(part.view(buffer.shape))
 
     def decode(self, mean: Tensor, workers: int, contributors: int) -> None:
         """Set the local and the global buffers from the mean over `workers`, of which
@@ -81,8 +120,31 @@ class Buffers:
         elif self.policy == "recompute":
             self.current = False
 
-    def finite(self) -> bool:
-        return not self.averaged or all(bool(b.isfinite().all()) for b in self._floats)
+    def nonfinite(self) -> int:
+        """The number, from 1, of the first statistic that has inf or nan and would be sent; 0 if
+        there is none."""
+        if not self.averaged:
+            return 0
+        self._warn_of_changed_masks()
+        floats = self._floats
+        if all_finite(floats):
+            return 0
+        return next(n for n, b in enumerate(floats, 1) if not bool(b.isfinite().all()))
+
+    def _warn_of_changed_masks(self) -> None:
+        if not self._masks or self._warned:
+            return
+        kept = dict(zip(map(id, self.all()), self._global, strict=True))
+        for slot in self._masks:
+            now = getattr(*slot)
+            if not torch.equal(now.nan_to_num(nan=0.0), kept[id(now)].nan_to_num(nan=0.0)):
+                self._warned = True
+                warnings.warn(
+                    f"buffer {self._names[slot]!r} had inf or nan when the optimizer was built, so "
+                    "it is taken for a mask and not averaged, but it has changed; give it finite "
+                    "values before the optimizer is built, or make it persistent=False",
+                    stacklevel=2,
+                )
 
     def set_from_local(self) -> None:
         """Copy the local buffers into the global model's buffers."""
@@ -101,18 +163,22 @@ class Buffers:
     def recompute(
         self, model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any]
     ) -> None:
-        """Re-estimate batch-norm statistics over `batches`."""
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        momenta, training = [norm.momentum for norm in norms], model.training
+        """Re-estimate batch-norm statistics over `batches`. A norm that is in eval mode inside a
+        model in training mode is frozen: it keeps its statistics. Every module keeps its mode."""
+        modes = {module: module.training for module in model.modules()}
+        if not unwrapped(model).training:
+            _train_all_but_frozen(model)
+        norms = [m for m in modes if isinstance(m, _NormBase) and m.training]
+        momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # None makes torch take the plain mean over all batches
-        model.train()
         try:
             for batch in batches:
                 forward(model, batch)
         finally:
-            model.train(training)
+            for module, training in modes.items():
+                module.training = training
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
 
@@ -123,6 +189,22 @@ class Buffers:
         for kept, saved in zip(self._global, state["global"], strict=True):
             kept.copy_(saved)
         self.current = state["current"]
+
+
+def _train_all_but_frozen(model: nn.Module) -> None:
+    """Put a model that is in eval mode as a whole into training mode. Its norms are all in eval
+    mode, so the frozen ones are known by their parameters."""
+    model.train()
+    for norm in model.modules():
+        if isinstance(norm, _NormBase):
+            own = list(norm.parameters(recurse=False))
+            norm.train(not own or any(p.requires_grad for p in own))
+
+
+def _is_mask(buffer: Tensor) -> bool:
+    if buffer.device.type == "meta" or not buffer.is_floating_point():
+        return False
+    return not all_finite([buffer])
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -35,7 +35,8 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
         RuntimeError: `opt.may_save` is False, so states that the workers save now could not be
             loaded together.
     """
-    # Workers that save right after a sync, each when it gets there, have the same syncs behind them.
+    # Workers that save right after a sync, each when it gets there, have the same syncs behind
+    # them.
     if not (opt.may_save or opt.synced):
         raise RuntimeError(
             f"worker {opt.transport.worker} cannot save at clock {opt.clock}: after "
@@ -43,12 +44,12 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
             "it; save after an iteration at which opt.may_save is True"
         )
     tensors: dict[str, Tensor] = {}
-    contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
-    # bytes are one leaf, which dcp does not flatten
-    skeleton = pickle.dumps(_take_out(contents, "", tensors))
     import torch.distributed.checkpoint as dcp  # takes seconds
 
-    with _quiet():
+    with _quiet(), opt.training_state():
+        contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
+        # bytes are one leaf, which dcp does not flatten
+        skeleton = pickle.dumps(_take_out(contents, "", tensors))
         dcp.save(
             tensors | {_skeleton_key(opt): skeleton},
             checkpoint_id=_place(folder, opt),

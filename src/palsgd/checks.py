@@ -1,10 +1,21 @@
 """Checks of arguments. Each says what was wrong, the value it got, and what to give instead."""
 
 import math
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the user's code that led here, which is what a warning shows."""
+    frame, level, here = sys._getframe(1), 1, str(Path(__file__).parent)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level + 1)
 
 
 def check_int(name: str, value: Any, *, least: int = 0) -> int:
@@ -47,10 +58,18 @@ def check_mix_prob(mix_prob: float) -> None:
     if not (isinstance(mix_prob, (int, float, np.floating)) and 0 <= mix_prob < 1):
         raise ValueError(
             f"mix_prob={mix_prob!r} must be a number in [0, 1): the share of steps that mix; "
-            "use 0 for DiLoCo, about 0.05 for PALSGD"
+            "use 0 for DiLoCo, 0.05 to 0.1 for PALSGD"
         )
 
 
 def check_mix_rate(mix_rate: float) -> None:
     if not (isinstance(mix_rate, (int, float, np.floating)) and 0 <= mix_rate < math.inf):
         raise ValueError(f"mix_rate={mix_rate!r} must be a finite number >= 0")
+
+
+def check_pull(pull: float) -> None:
+    if not (isinstance(pull, (int, float, np.floating)) and 0 <= pull <= 1):
+        raise ValueError(
+            f"pull={pull!r} must be a number in [0, 1]: the share of a round's displacement that "
+            "its mixing steps take back; use about 0.5"
+        )

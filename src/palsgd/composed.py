@@ -1,9 +1,11 @@
 """Several methods as one: their hooks run in order, and their payloads are joined."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,11 +20,12 @@ def composed(method: Any) -> Method:
     if isinstance(method, type) and issubclass(method, Method):
         raise ValueError(f"method={method.__name__} is a class; give an instance of it")
     if isinstance(method, Method):
-        return method
+        return _with_plain_numbers(method)
     if not isinstance(method, Sequence) or not all(isinstance(m, Method) for m in method):
         raise ValueError(f"method={method!r} must be a palsgd.Method, or a list of them")
     if not method:
         raise ValueError("method=[] has no rules; give palsgd.Method() for Local SGD")
+    method = [_with_plain_numbers(each) for each in method]
     if len(method) == 1:
         return method[0]
     for slot in ONCE:
@@ -35,6 +38,13 @@ def composed(method: Any) -> Method:
     found = Composed(methods=tuple(method))
     _check_names(found)
     return found
+
+
+def _with_plain_numbers(method: Method) -> Method:
+    """The method with Python's numbers in place of NumPy's among its settings. They are saved, and
+    torch.load reads no NumPy numbers unless it is told to trust the file."""
+    found = {k: v.item() for k, v in method.settings().items() if isinstance(v, np.generic)}
+    return dataclasses.replace(method, **found) if found else method
 
 
 def _check_names(method: "Composed") -> None:
@@ -110,6 +120,17 @@ class Composed(Method):
     def check(self, rates: Sequence[float]) -> None:
         for method in self.methods:
             method.check(rates)
+
+    def check_step(self, rates: Sequence[float], clock: int, length: int) -> None:
+        for method in self.methods:
+            method.check_step(rates, clock, length)
+
+    @property
+    def foreseeable(self) -> bool:
+        return any(method.foreseeable for method in self.methods)
+
+    def doubts(self, rates: Sequence[float], length: int) -> list[str]:
+        return [doubt for method in self.methods for doubt in method.doubts(rates, length)]
 
     def check_run(self, inner: Optimizer, workers: int) -> None:
         for method in self.methods:

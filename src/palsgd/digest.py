@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 ROWS, COLUMNS = 64, 1021
 BLOCK = ROWS * COLUMNS  # words: half a MiB, which stays in a core's cache
 _MASK = 0xFFFFFFFF
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _MANY = 512  # blocks whose sums are weighed at once; a GPU sums them at once too
 
 
@@ -100,6 +101,18 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
         return 0
     sums = torch.stack(totals)
     return folded(int((sums * _odd(0, len(totals), sums.device)).sum()))
+
+
+def row_digests(stacked: Iterable[Tensor], rows: int) -> list[int]:
+    """32 bits of each row of stacked tensors, which do not see the order of elements; 0 for a row
+    of zeros."""
+    found: Tensor | None = None
+    for number, each in enumerate(stacked):
+        parts = (each.reshape(rows, each.numel() // rows) + 0.0).contiguous()  # -0 becomes 0
+        sums = parts.view(_WHOLE[parts.itemsize]).sum(1, dtype=torch.int64)
+        sums = sums * _odd(number, 1, sums.device)
+        found = sums if found is None else found + sums
+    return [0] * rows if found is None else [folded(total) for total in found.tolist()]
 
 
 def chained(numbers: Iterable[int]) -> int:

@@ -32,9 +32,10 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Averaged(Event):
-    """A step of the warm-up was taken with averaged gradients."""
+    """A step of the warm-up was taken with averaged gradients, or skipped on all workers."""
 
     bytes_sent: int
+    skipped: bool = False  # was a gradient not finite?
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -271,7 +271,10 @@ def split_evenly(size: int, count: int) -> list[range]:
     if count == 1:
         return [range(size)]
     if size < 2 * count:
-        raise ValueError(f"fragments={count} are too many for {size} parameters; use fewer")
+        raise ValueError(
+            f"fragments={count} needs at least {2 * count} elements, two for each, and the model "
+            f"has {size}; use fewer fragments"
+        )
     aligned = _ALIGNED if size >= 16 * _ALIGNED * count else 2
     bounds = [size * i // count // aligned * aligned for i in range(count)] + [size]
     return [range(low, high) for low, high in pairwise(bounds)]

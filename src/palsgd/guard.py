@@ -5,18 +5,23 @@ its anchor. Every worker reads the headers of all of them.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
+from palsgd.digest import chained, digest_of
 from palsgd.errors import ConsensusError, NonFiniteError
+from palsgd.finite import all_finite
 from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
 from palsgd.transports.transport import Transport
 
 _MASK = 0xFFFFFFFF
+# From this bit on, a report's flags have the number of a buffer.
+_BUFFER_SHIFT, _MOST_BUFFERS = 8, 255
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,15 @@ class WorkerReport:
     digest: int = 0  # 32 bits of its anchor
     finite: bool = True  # is its local model finite?
     finished: bool = False  # has its training loop come to its end?
+    idle: bool = False  # has it finished and taken no step since the last sync?
     seconds: float = 0.0  # seconds of its last exchange, waiting included
     gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
     model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
     steps: int = 0  # its gradient steps so far, modulo 2^16
     sync_s: float = 0.0  # seconds of its last sync, that exchange included
     step_s: float = 0.0  # seconds of one of its gradient steps
+    alike: bool = True  # do its ranks hold the same model?
+    buffer: int = 0  # the number, from 1, of a buffer of it that is not finite
 
 
 class Header:
@@ -49,7 +57,8 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         section = like.new_zeros(self.size)
-        flags = (not mine.finite) + 2 * mine.finished
+        flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike) + 8 * mine.idle
+        flags += min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT
         line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
         line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         own = section[self._fields * worker : self._fields * (worker + 1)]
@@ -66,16 +75,20 @@ def _halves(digest: int) -> tuple[int, int]:
 
 
 def _report(line: list[float]) -> WorkerReport:
-    whole = [round(number) for number in line[:9]]
+    whole, costs = [round(number) for number in line[:9]], line[9:] or [0.0, 0.0]
     return WorkerReport(
         digest=whole[0] + (whole[1] << 16),
         finite=not whole[2] & 1,
         finished=bool(whole[2] & 2),
+        alike=not whole[2] & 4,
+        idle=bool(whole[2] & 8),
         seconds=line[3],
         gradient=whole[4] + (whole[5] << 16),
         model=whole[6] + (whole[7] << 16),
         steps=whole[8],
-        **dict(zip(("sync_s", "step_s"), line[9:], strict=False)),
+        sync_s=costs[0],
+        step_s=costs[1],
+        buffer=whole[2] >> _BUFFER_SHIFT,
     )
 
 
@@ -83,14 +96,26 @@ class Guard:
     """Makes this worker's report, and checks the reports of all workers."""
 
     def __init__(
-        self, transport: Transport, *, with_costs: bool, compares: bool, skip_nonfinite: bool
+        self,
+        transport: Transport,
+        *,
+        with_costs: bool,
+        compares: bool,
+        skip_nonfinite: bool,
+        same_data: bool,
+        buffers: Sequence[str] = (),
     ):
         self.worker, self.workers = transport.worker, transport.workers
         self.header = Header(transport.workers, with_costs=with_costs)
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
-        self.gradient = 0  # 32 bits of the first gradient of the local phase, until a sync has them
-        self._combine = transport.combine
+        self._buffers = buffers  # the names of those that are averaged
+        self.finished = False  # is the sync that is sent the one of finish()?
+        # Must no two workers compute the same?
+        self.compares_work = not same_data and transport.workers > 1
+        self.awaits_gradient = self.compares_work  # the next gradient is to be compared
+        self.gradient = 0  # 32 bits of the gradient that the next sync compares
+        self._transport = transport
 
     def report(
         self,
@@ -102,37 +127,79 @@ class Guard:
         model: int = 0,
         steps: int = 0,
         step_s: float = 0.0,
+        buffer: int = 0,
+        idle: bool = False,
     ) -> WorkerReport:
         """This worker's report. If the worker has several ranks, all of them make the same
-        report."""
-        whole = torch.tensor([digest, not finite, self.gradient, model], device=device)
-        self._combine(whole)
-        digest, broken, gradient, model = whole.tolist()
+        report. `buffer` is the number of a buffer that is not finite; 0: none."""
+        exact = [digest & _MASK, not finite or buffer > 0, self.gradient & _MASK, model & _MASK]
+        row = [*exact, buffer, meter.exchange_s, meter.sync_s, step_s]
+        digests, broken, gradients, models, numbers, *seconds = self._rows_inside(row, device)
+        sharded = self._transport.sharded
+        exchange_s, sync_s, step_s = map(max, seconds)
         return WorkerReport(
-            digest=digest & _MASK,
-            finite=not broken,
-            seconds=meter.exchange_s,
-            gradient=gradient & _MASK,
-            model=0 if broken else model & _MASK,
+            digest=_whole(digests, sharded),
+            finite=not any(broken),
+            seconds=exchange_s,
+            gradient=_whole(gradients, sharded),
+            model=0 if any(broken) else _whole(models, sharded),
             steps=steps,
-            sync_s=meter.sync_s,
+            finished=self.finished,
+            idle=self.finished and idle,
+            sync_s=sync_s,
             step_s=step_s,
+            alike=sharded or any(broken) or len(set(zip(digests, models, strict=True))) == 1,
+            buffer=int(max(numbers)),
         )
+
+    def _rows_inside(self, row: list[float], device: torch.device) -> list[list[float]]:
+        """Each number of `row` as all ranks of this worker have it. float64 holds 32 bits."""
+        if self._transport.inside is None:
+            return [[number] for number in row]
+        own = torch.tensor(row, dtype=torch.float64, device=device)
+        return self._transport.gather_inside(own).T.tolist()
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
         return self.header.encode(self.worker, mine, like)
 
-    def check_alike(self, header: Tensor, where: str) -> None:
-        """Raise unless all workers hold the same model."""
-        if self.compares:
-            check_consensus(self.header.decode(header), where)
-
     def check(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless the sync may go ahead."""
         reports = self.header.decode(header)
+        check_ranks(reports, where)
+        check_finished(reports, where)
         if self.compares:
             check_consensus(reports, where)
-        return Verdict(check_finite(reports, where, self.skip_nonfinite), reports)
+        contributors = check_finite(reports, where, self.skip_nonfinite, self._buffers)
+        if self.compares_work:
+            check_own_work(reports, where)
+            if reports[self.worker].gradient:
+                self.gradient = 0  # it is compared once
+        return Verdict(contributors, reports)
+
+    def await_gradient(self) -> None:
+        """Compare the next gradient too: from now on something else may average."""
+        self.awaits_gradient = self.compares_work
+
+    def saw_gradient(self, grads: list[Tensor]) -> None:
+        """Keep a digest of the first gradient of the local phase, for the next sync. A gradient
+        that is zero or not finite shows nothing."""
+        self.awaits_gradient = False
+        # adding zero makes -0 zero
+        self.gradient = digest_of(g + 0.0 for g in grads) if all_finite(grads) else 0
+
+    def check_step(self, header: Tensor, where: str) -> "Verdict":
+        """Raise unless all workers hold the same model. A gradient that is not finite raises too,
+        unless such steps are skipped. The step may be taken if all workers are contributors."""
+        reports = self.header.decode(header)
+        check_ranks(reports, where)
+        if self.compares:
+            check_consensus(reports, where)
+        broken = [worker for worker, line in enumerate(reports) if not line.finite]
+        if broken and not self.skip_nonfinite:
+            named = _broken_buffer(reports, broken, self._buffers) or "gradient"
+            whose = f"the {named} of {named_workers(broken)} of {len(reports)}"
+            raise nonfinite_step(whose, where)
+        return Verdict(len(reports) - len(broken), reports)
 
 
 @dataclass(frozen=True)
@@ -142,6 +209,31 @@ class Verdict:
     contributors: int  # workers whose model is in the mean
     reports: list[WorkerReport]
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Have all workers finished, and none taken a step since the last sync?"""
+        return all(line.idle for line in self.reports)
+
+
+def check_finished(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every worker if some have finished and others have not."""
+    done = [worker for worker, line in enumerate(reports) if line.finished]
+    others = [worker for worker, line in enumerate(reports) if not line.finished]
+    if done and others:
+        raise ConsensusError(
+            f"{named_workers(done)} of {len(reports)} called finish() while "
+            f"{named_workers(others)} came to "
+            f"{where}; nothing was averaged. Their loops differ in length: end them all at one "
+            "clock with palsgd.until(), or give every worker equally many batches"
+        )
+
+
+def _whole(digests: list[float], sharded: bool) -> int:
+    """The digest of a worker's model from those of its ranks: chained if they hold parts of the
+    model, the first one's if they hold copies. 0 if all are 0."""
+    found = [int(each) for each in digests]
+    return chained(found) & _MASK if sharded and any(found) else found[0]
+
 
 def check_consensus(reports: list[WorkerReport], where: str) -> None:
     """Raise the same error on every worker if the anchors differ."""
@@ -149,24 +241,79 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
     odd = [worker for worker, line in enumerate(reports) if line.digest != common]
     if odd:
         raise ConsensusError(
-            f"{_workers(odd)} of {len(reports)} hold another global model than the rest at "
+            f"{named_workers(odd)} of {len(reports)} hold{'s' * (len(odd) == 1)} another global "
+            "model than the rest at "
             f"{where}; nothing was averaged. Start every worker from the same weights (same seed, "
             "or wrap the model in DistributedDataParallel, which sends worker 0's), or resume all "
             "from one checkpoint"
         )
 
 
-def check_finite(reports: list[WorkerReport], where: str, skip: bool) -> int:
+def check_own_work(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every worker if two workers have computed the same."""
+    what = "had the same first gradient in the local phase"
+    same = _equal([line.gradient for line in reports])
+    if not same:
+        what = "have the same local model"
+        same = _equal([line.model for line in reports])
+    if same:
+        raise ConsensusError(
+            f"{named_workers(same)} of {len(reports)} {what} at {where}; nothing was averaged. "
+            "Either "
+            "something else averages in every step: if a DistributedDataParallel was put around "
+            "the model after the optimizer was built, call opt.attach(model), and use no inner "
+            "optimizer that communicates. Or these workers train on the same data: give each its "
+            "own, for example by a DistributedSampler, or pass same_data=True if that is meant"
+        )
+
+
+def _equal(digests: list[int]) -> list[int]:
+    """The workers with the most common digest, if at least two have it; 0 is no digest."""
+    counts = Counter(digest for digest in digests if digest)
+    common, count = counts.most_common(1)[0] if counts else (0, 0)
+    return [worker for worker, digest in enumerate(digests) if digest == common and count > 1]
+
+
+def check_ranks(reports: list[WorkerReport], where: str) -> None:
+    """Raise the same error on every rank if the ranks of a worker hold different models."""
+    odd = [worker for worker, line in enumerate(reports) if not line.alike]
+    if odd:
+        raise ConsensusError(
+            f"the ranks of {named_workers(odd)} of {len(reports)} hold different models at "
+            f"{where}; "
+            "nothing was averaged. Train the ranks of a worker through one "
+            'DistributedDataParallel(net, process_group=m["inside"].get_group())'
+        )
+
+
+def check_finite(
+    reports: list[WorkerReport], where: str, skip: bool, buffers: Sequence[str] = ()
+) -> int:
     """The number of workers that take part in the mean. Raise the same error on every worker if
     some model is not finite, unless `skip` is set and some other model is finite."""
     broken = [worker for worker, line in enumerate(reports) if not line.finite]
     if broken and not (skip and len(broken) < len(reports)):
         raise NonFiniteError(
-            f"the model of {_workers(broken)} of {len(reports)} has inf or nan at {where}; "
+            f"the {_broken_buffer(reports, broken, buffers) or 'model'} of {named_workers(broken)} "
+            f"of {len(reports)} has inf or nan at {where}; "
             "nothing was averaged. Lower the learning rate or clip gradients, or pass "
             "on_nonfinite='skip' to leave such workers out of the mean"
         )
     return len(reports) - len(broken)
+
+
+def nonfinite_step(whose: str, where: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"{whose} has inf or nan at {where}; no worker took the step. Lower the learning rate or "
+        "clip gradients, or pass on_nonfinite='skip' to skip such steps on all workers"
+    )
+
+
+def _broken_buffer(reports: list[WorkerReport], broken: list[int], names: Sequence[str]) -> str:
+    """What is not finite if it is a buffer, by its name; else empty."""
+    number = reports[broken[0]].buffer
+    known = 0 < number <= len(names) and number < _MOST_BUFFERS
+    return f"buffer {names[number - 1]!r}" if known else ""
 
 
 def waiting(reports: list[WorkerReport], worker: int) -> float:
@@ -186,5 +333,5 @@ def costs(reports: list[WorkerReport]) -> Costs:
     )
 
 
-def _workers(indices: list[int]) -> str:
+def named_workers(indices: list[int]) -> str:
     return ("worker " if len(indices) == 1 else "workers ") + ", ".join(map(str, indices))

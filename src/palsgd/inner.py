@@ -4,15 +4,22 @@ of gradient steps for one step."""
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from palsgd.outer import refuse_metric
 from palsgd.replica import Replica
 from palsgd.sharding import local_tensor
+
+# Optimizers that exchange in every step: torch's own and ours. They are told by name, as importing
+# torch's takes seconds.
+COMMUNICATING = {"ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "LocalOptimizer"}
 
 
 class ChainedOptimizer(Optimizer):
@@ -24,7 +31,40 @@ class ChainedOptimizer(Optimizer):
         if not self.parts or not all(isinstance(part, Optimizer) for part in self.parts):
             kinds = ", ".join(type(part).__name__ for part in self.parts) or "none"
             raise ValueError(f"inner must be torch optimizers, got {kinds}; give one or a list")
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._check_apart()
+        self._built = False
+        super().__init__(self.param_groups, {})
+        self._built = True
+
+    def _check_apart(self) -> None:
+        owner: dict[Tensor, Optimizer] = {}
+        for part in self.parts:
+            for p in (p for group in part.param_groups for p in group["params"]):
+                if owner.setdefault(p, part) is not part:
+                    raise ValueError(
+                        f"some parameters appear in two inner optimizers, as one of shape "
+                        f"{tuple(p.shape)} does; give each parameter to one of them"
+                    )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for part in self.parts for group in part.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Give each part its groups. The empty list that the base class sets is ignored."""
+        if self._built:
+            check_same_parameters(self.param_groups, groups)
+            rest = iter(groups)
+            for part in self.parts:
+                part.param_groups = [next(rest) for _ in part.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._built:  # the base class adds the parts' own groups
+            raise ValueError(
+                f"a group cannot be added to {self} as a whole; add it to one of the optimizers in "
+                "the list, and build a new palsgd optimizer"
+            )
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
@@ -56,8 +96,52 @@ class ChainedOptimizer(Optimizer):
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ChainedOptimizer":
+        return ChainedOptimizer(deepcopy(self.parts, memo))
+
     def __repr__(self) -> str:
         return " + ".join(type(part).__name__ for part in self.parts)
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that an inner optimizer is made of."""
+    return optimizer.parts if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+class Ownership:
+    """Refuses the steps of an inner optimizer that no palsgd optimizer takes. It is shared by all
+    that are built around it, and ends with the last of them."""
+
+    def __init__(self) -> None:
+        self.stepping = False  # is a palsgd optimizer taking the step?
+        self.owners: WeakSet[InnerStep] = WeakSet()
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "Ownership":
+        found = _OWNERSHIPS.get(optimizer)
+        if found is None:
+            found = _OWNERSHIPS[optimizer] = cls()
+            optimizer.register_step_pre_hook(found.check)
+        return found
+
+    def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.stepping or not self.owners or only_initialises(optimizer):
+            return
+        kind = type(optimizer).__name__
+        raise RuntimeError(
+            f"the inner optimizer's own step() was called ({kind}), so the clock would stand "
+            "still and nothing would be synced; call step() of the palsgd optimizer around it"
+        )
+
+
+_OWNERSHIPS: "WeakKeyDictionary[Optimizer, Ownership]" = WeakKeyDictionary()
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Has an optimizer hooks beside the one that refuses steps by hand?"""
+    hooks = [*optimizer._optimizer_step_pre_hooks.values()]
+    hooks += optimizer._optimizer_step_post_hooks.values()
+    return any(not isinstance(getattr(hook, "__self__", None), Ownership) for hook in hooks)
 
 
 class InnerStep:
@@ -66,6 +150,9 @@ class InnerStep:
     def __init__(self, optimizer: Optimizer, replica: Replica, max_norm: float | None):
         self.optimizer, self.replica, self.max_norm = optimizer, replica, max_norm
         self.scheduler: Any = None  # stepped once per tick of the clock
+        self._owned = [Ownership.of(part) for part in parts_of(optimizer)]
+        for ownership in self._owned:
+            ownership.owners.add(self)
 
     def rates(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -78,16 +165,33 @@ class InnerStep:
     def step(self, share: float) -> list[float]:
         """One step with the learning rates divided by `share`; returns them undivided."""
         rates = self.rates()
-        if share == 1:
-            self.optimizer.step()
-        else:
-            with divided_rates(self.optimizer, share):
+        for ownership in self._owned:
+            ownership.stepping = True
+        try:
+            if share == 1:
                 self.optimizer.step()
+            else:
+                with divided_rates(self.optimizer, share):
+                    self.optimizer.step()
+        finally:
+            for ownership in self._owned:
+                ownership.stepping = False
         return rates
 
     def tick(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+def check_communicates_not(inner: Optimizer) -> None:
+    """Raise for an optimizer that exchanges with other workers in its step."""
+    for each in getattr(inner, "parts", [inner]):
+        kinds = {kind.__name__ for kind in type(each).__mro__}
+        if kinds & COMMUNICATING:
+            raise ValueError(
+                f"inner={type(each).__name__} communicates in every step, which would undo the "
+                "local steps; give the plain optimizer inside it, such as torch.optim.AdamW"
+            )
 
 
 def only_initialises(inner: Optimizer) -> bool:
@@ -109,11 +213,7 @@ def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
             "makes one from the optimizer"
         )
     kind = type(scheduler).__name__
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            f"scheduler={kind} needs a metric at every step, which the clock has not; leave it out "
-            "and call its step(metric) after your evaluations"
-        )
+    refuse_metric("scheduler", scheduler)
     bound = getattr(scheduler, "optimizer", None)
     own = {id(group) for group in inner.param_groups}
     if bound is not None and not own & {id(group) for group in bound.param_groups}:
@@ -123,45 +223,63 @@ def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
         )
 
 
-# Entries of a parameter group that say how a step is computed, not what it computes, or that change
-# during training.
-_NO_SETTINGS = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+def check_same_parameters(
+    groups: Sequence[dict[str, Any]], assigned: Sequence[dict[str, Any]]
+) -> None:
+    """Raise unless the assigned groups hold the parameters of the present ones, group by group."""
+    mine, theirs = ([[id(p) for p in g["params"]] for g in each] for each in (groups, assigned))
+    if mine != theirs:
+        raise ValueError(
+            f"param_groups were assigned {len(theirs)} group(s) with other parameters than the "
+            f"{len(mine)} of the inner optimizer; assign groups of the same parameters, or build a "
+            "new palsgd optimizer"
+        )
 
 
-def inner_settings(inner: Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of each parameter group as they are at the start of training."""
-    return [
-        {
-            "lr": float(group.get("initial_lr", group["lr"])),
-            **{k: _comparable(v) for k, v in group.items() if k not in _NO_SETTINGS},
-        }
-        for group in inner.param_groups
-    ]
-
-
-def _comparable(value: Any) -> Any:
-    """The value, if it is a number or a text, or numbers; else a text that describes it."""
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_comparable(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+# -- learning rates that are divided for one step ----------------------------------------------
 
 
 @contextmanager
 def divided_rates(inner: Optimizer, share: float) -> Iterator[None]:
     """Inside, the learning rates of the groups are divided by `share`. On leaving, also by an
     error, each rate is set back, unless other code has changed it inside."""
-    saved = [group["lr"] for group in inner.param_groups]
-    divided = [lr / share for lr in saved]
-    for group, lr in zip(inner.param_groups, divided, strict=True):
-        group["lr"] = lr
+    divisions = [_Division(part, share) for part in getattr(inner, "parts", [inner])]
     try:
         yield
     finally:
-        for group, lr, inside in zip(inner.param_groups, saved, divided, strict=True):
-            if group["lr"] is inside or group["lr"] == inside:
+        for division in divisions:
+            division.end()
+
+
+class _Division:
+    """The divided learning rates of one optimizer.
+
+    They are restored before the first hook that follows its step. A hook may step a scheduler, and
+    some schedulers multiply the rate that they find in the group.
+    """
+
+    def __init__(self, optimizer: Optimizer, share: float):
+        groups = optimizer.param_groups
+        # each group with its rate and the divided one
+        self._rates = [(group, group["lr"], group["lr"] / share) for group in groups]
+        for group, _, divided in self._rates:
+            group["lr"] = divided
+        self._handle = None
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        if hooks or _global_optimizer_post_hooks:
+            self._handle = optimizer.register_step_post_hook(lambda *_: self._restore())
+            hooks.move_to_end(self._handle.id, last=False)
+
+    def end(self) -> None:
+        self._restore()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _restore(self) -> None:
+        for group, lr, divided in self._rates:
+            if group["lr"] is divided or group["lr"] == divided:
                 group["lr"] = lr
+        self._rates = []
 
 
 def forget_nonfinite(inner: Optimizer) -> None:

@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from palsgd.units import size
+
 
 @dataclass
 class Ledger:
@@ -18,6 +20,7 @@ class Ledger:
     Attributes:
         gradient_steps: gradient steps, those of the warm-up included.
         warmup_steps: those of them that were plain DDP.
+        skipped_steps: those of the warm-up that all workers skipped, as a gradient had inf or nan.
         mixing_steps: steps without data.
         syncs: exchanges, one per sync of a fragment and one per step of the warm-up.
         messages: messages handed to the transport.
@@ -37,6 +40,7 @@ class Ledger:
 
     gradient_steps: int = 0
     warmup_steps: int = 0  # those of them that were plain DDP
+    skipped_steps: int = 0  # those of the warm-up that were skipped
     mixing_steps: int = 0  # includes those at the head of a round, which change nothing
     syncs: int = 0  # exchanges: one per round, one per warm-up step
     messages: int = 0
@@ -51,7 +55,27 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
-    history: list[dict[str, Any]] = field(default_factory=list)  # one entry per sync
+    # one entry per sync; as many as there were, so it is not part of what print() shows
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        """One screen: what was done, sent and waited for."""
+        p = f" (p = {self.realised_p:.3g})" if self.mixing_steps else ""
+        lines = [
+            f"steps      {self.gradient_steps:,} gradient, {self.warmup_steps:,} of them in the "
+            f"warm-up; {self.mixing_steps:,} mixing{p}",
+            f"exchanges  {self.syncs:,} in {self.messages:,} messages; "
+            f"{size(self.bytes_sent)} sent, {size(self.bytes_on_the_wire)} on the wire",
+            f"seconds    {self.gradient_s:.3g} gradient, {self.mixing_s:.3g} mixing, "
+            f"{self.sync_s:.3g} sync, {self.waiting_s:.3g} waiting",
+            f"distance   {self.distance:.4g} from the global model at the last sync",
+        ]
+        if self.mixing_steps and self.beta_max >= self.beta_min:
+            lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
+        if self.interval is not None:
+            lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
+        lines.append(f"history    {len(self.history):,} syncs, in ledger.history")
+        return "\n".join(lines)
 
     @property
     def realised_p(self) -> float:

@@ -1,40 +1,63 @@
 """The optimizer that a training loop sees: an inner optimizer and the rules of a method."""
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import inspect
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from palsgd.agreement import by_name, inner_settings, program_settings
 from palsgd.assembly import build_worker
 from palsgd.auto_interval import Auto
+from palsgd.checks import warn
 from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
+from palsgd.evaluation import Evaluation, check_modes
 from palsgd.events import Averaged, Event, Handle, Synced
-from palsgd.inner import ChainedOptimizer, check_scheduler, inner_settings, only_initialises
+from palsgd.inner import (
+    ChainedOptimizer,
+    check_communicates_not,
+    check_same_parameters,
+    check_scheduler,
+    only_initialises,
+    parts_of,
+)
+from palsgd.keywords import documented
 from palsgd.ledger import Ledger
 from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
-from palsgd.options import checked_options, documented
-from palsgd.outer import OuterFactory, plain_average
+from palsgd.options import checked_options
+from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
 from palsgd.packing import refuse_palsgd_state
 from palsgd.position import Company
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
+from palsgd.schedulers import LagWatch, peak_rates, rates_ahead
 from palsgd.state import Parts, load_state, save_state
+from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import fulfil
 from palsgd.transports.transport import Message, Transport, ambient_transport
+from palsgd.unsynced import Unsynced
+from palsgd.warmup import check_attachable, gradient_sync
 from palsgd.worker import Exchange
+from palsgd.wrapped import Wrapped
+
+# How many steps ahead the schedule is looked at, before a run and when its length is known. A copy
+# of it is stepped, at some microseconds a step.
+AT_FIRST, AT_MOST = 1_000, 20_000
 
 
 @documented
@@ -61,7 +84,8 @@ class LocalOptimizer(Optimizer):
         1
     """
 
-    fixed_outer = False  # is the outer step part of the method?
+    # arguments of this class that a subclass does not take -> what it says of them
+    refused: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -82,13 +106,21 @@ class LocalOptimizer(Optimizer):
         compress: str | Codec | None = None,
         delay: int = 0,
         fragments: int = 1,
+        same_data: bool = False,
+        blend: float | None = None,
+        outer_scheduler: OuterScheduler | None = None,
+        average_state: Sequence[str] | None = None,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
+        given = locals()
+        self._given = {k: given[k] for k in inspect.signature(LocalOptimizer).parameters}
+        _check_model(model)
         inner, method = _inner(inner), composed(method)
         options = checked_options(
             method=method,
             outer=outer,
+            outer_scheduler=outer_scheduler,
             sync_every=sync_every,
             warmup_steps=warmup_steps,
             draws=draws,
@@ -100,22 +132,30 @@ class LocalOptimizer(Optimizer):
             compress=compress,
             delay=delay,
             fragments=fragments,
+            same_data=same_data,
+            blend=blend,
+            average_state=average_state,
         )
+        if options.has_rounds:
+            check_modes(inner, options.average_state)
         refuse_palsgd_state(inner)
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
-        self._share_inner()
-        # a strong reference would make a cycle, which keeps sockets open
-        share = weakref.WeakMethod(self._share_inner)
-        inner.register_load_state_dict_post_hook(lambda _: (share() or (lambda: None))())
         replica = Replica(model, inner)
-        method.check([float(group["lr"]) for group in inner.param_groups])
-        self.transport = transport or ambient_transport() or find_transport(replica.params, group)
+        method.check(peak_rates(inner))
+        self.transport = (
+            transport
+            or ambient_transport()
+            or find_transport(replica.params, group, wrapper_group(model))
+        )
         self.transport.check(options.codec)
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()
-        self._worker = build_worker(model, inner, replica, self.transport, outer, options)
-        self._showing_anchor = False
+        self._worker = build_worker(
+            model, inner, replica, self.transport, outer, outer_scheduler, options
+        )
+        self._showing_anchor, self._watch = False, LagWatch()
+        self._evaluation: Evaluation | None = None  # between eval() and train()
         self.config = {
             "method": self._title(),
             "workers": self.transport.workers,
@@ -123,26 +163,34 @@ class LocalOptimizer(Optimizer):
             "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
             "inner_settings": inner_settings(inner),
             "outer": _signature(self.outer),
+            "outer_scheduler": described(self.outer_scheduler),
         }
         self._agree(replica, bucket_mb)
         self._join_others()
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
+        self._look_ahead(AT_FIRST)
+        for doubt in method.doubts(peak_rates(inner), options.sync_every):
+            warn(doubt)
         if delay:
             self.transport.prepare(replica.device)
+        if self.transport.workers > 1 and self.transport is not ambient_transport():
+            self._unsynced = Unsynced(self)
 
     def _agree(self, replica: Replica, bucket_mb: float) -> None:
         """Raise unless the settings that must be equal on all workers are equal."""
         worker = self._worker
-        self.transport.agree(
-            self.config
-            | {
-                "parameters": replica.describe(),
-                "the model's buffers": worker.warmup.buffers.describe(),
-                "bucket_mb": bucket_mb,
-                "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
-            }
-        )
+        settings = self.config | {
+            "parameters": replica.describe(),
+            "the model's buffers": worker.warmup.buffers.describe(),
+            "bucket_mb": bucket_mb,
+            "same_data": not worker.warmup.guard.compares_work,
+            "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
+        }
+        settings |= by_name(settings.pop("inner_settings"))
+        if not self.transport.shares_code:
+            settings |= program_settings(self.model)
+        self.transport.agree(settings)
 
     def _join_others(self) -> None:
         """Have the optimizers that use the same process group compare, before each sync, which of
@@ -164,10 +212,20 @@ class LocalOptimizer(Optimizer):
             return type(self).__name__
         return str(self._worker.method)
 
-    def _share_inner(self) -> None:
-        """Make the groups the inner optimizer's own objects, so that schedulers, GradScaler and
-        hooks act on the same objects whether they are given this optimizer or the inner one."""
-        self.param_groups = self.inner.param_groups
+    # The groups and the state are the inner optimizer's own objects, so that schedulers, GradScaler
+    # and hooks act on the same objects whether they are given this optimizer or the inner one.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the inner optimizer. Groups that are assigned become the inner optimizer's;
+        they must hold the same parameters."""
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_worker"):  # the base class sets an empty list when it is built
+            check_same_parameters(self.inner.param_groups, groups)
+            self.inner.param_groups = groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -175,8 +233,9 @@ class LocalOptimizer(Optimizer):
         return LiveState(self._worker) if "_worker" in vars(self) else self.inner.state
 
     @state.setter
-    def state(self, value: Any) -> None:
-        """Ignore the state that the base class sets, as it is the inner optimizer's."""
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        if hasattr(self, "_worker"):
+            self.inner.state = state
 
     def set_scheduler(
         self, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
@@ -209,10 +268,8 @@ class LocalOptimizer(Optimizer):
             NonFiniteError: a model has inf or nan at a sync.
             SyncError: a peer could not be reached; the global model is unchanged.
         """
-        if self._showing_anchor:
-            raise RuntimeError(
-                "step() inside anchor_weights(): leave the with block before training"
-            )
+        if self._showing_anchor or torch.is_inference_mode_enabled():
+            self._refuse_step()
         if self._worker.at.clock == 0 and only_initialises(self.inner):
             self.inner.step()
             return None
@@ -225,12 +282,44 @@ class LocalOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self._worker.plain_step():
+            self._check_gradients()
             self._drive(self._worker.step())
+            self._check_schedulers()
         if hooked and (self._optimizer_step_post_hooks or _global_optimizer_post_hooks):
             self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch's profiling wrapper costs half a step
+
+    def _check_gradients(self) -> None:
+        """Warn if the first local step has nothing to go by, which torch's optimizers accept."""
+        worker = self._worker
+        if worker.at.gradient_steps or worker.warming_up:
+            return
+        if all(p.grad is None for p in worker.inner.replica.params):
+            warn(
+                "step() was called and no parameter has a gradient, so the clock ticks and the "
+                "model stays as it is; call loss.backward() before step()"
+            )
+
+    def _check_schedulers(self) -> None:
+        at = self._worker.at
+        if at.synced and self._worker.inner.scheduler is None:
+            self._watch.look(
+                self, self.inner, clock=at.clock, steps=at.gradient_steps, rounds=at.rounds
+            )
+
+    def _refuse_step(self) -> NoReturn:
+        if not self._showing_anchor:
+            raise RuntimeError(
+                "step() inside torch.inference_mode(): what the inner optimizer makes there cannot "
+                "be changed by a later step; leave inference mode before training"
+            )
+        if self._evaluation is not None:
+            raise RuntimeError(
+                "step() after eval(): the model holds the global weights; call opt.train() first"
+            )
+        raise RuntimeError("step() inside anchor_weights(): leave the with block before training")
 
     def _call_hooks(self, *hooks: Any) -> None:
         for hook in chain.from_iterable(each.values() for each in hooks):
@@ -252,8 +341,70 @@ class LocalOptimizer(Optimizer):
     def run_until(self, steps: int) -> None:
         """End training when the clock shows `steps`. The workers sync there, even within a
         round."""
+        self.train()
+        self._look_ahead(min(steps - self.clock, AT_MOST))
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
+
+    def attach(self, model: nn.Module) -> None:
+        """Tell the optimizer of the `DistributedDataParallel` that was put around its model after
+        the optimizer was built, as many frameworks do. All workers must call this at the same step.
+        Calling it again, with a model that is not wrapped, or with a wrapper around the ranks of
+        one worker, changes nothing.
+
+        Args:
+            model: the wrapped model, as the loop calls it.
+
+        Raises:
+            ValueError: the model has other parameters, is sharded by FSDP, which needs no
+                attach(), or averages over ranks that do not fit the optimizer's group.
+        """
+        worker = self._worker
+        check_attachable(model, worker.inner.replica)
+        check_attached(model, self.transport)
+        wrapper = gradient_sync(model, self.transport)
+        known = getattr(worker.warmup.gradient_sync, "model", None)
+        if isinstance(wrapper, Wrapped) and wrapper.model is not known:
+            worker.attach(wrapper)
+
+    def _look_ahead(self, steps: int) -> None:
+        """Raise if the schedule leads to learning rates that the method refuses, within so many
+        steps."""
+        worker = self._worker
+        if not worker.method.foreseeable:
+            return
+        ahead = rates_ahead(worker.inner.scheduler, self, self.inner)
+        for clock, rates in zip(range(self.clock, self.clock + steps), ahead, strict=False):
+            try:
+                if not worker.schedule.warms_up(clock):
+                    worker.method.check_step(rates, clock, worker.schedule.length(clock))
+            except ValueError as refusal:
+                raise ValueError(
+                    f"{refusal} (at clock {clock}, to which the settings lead)"
+                ) from None
+
+    def finish(self) -> None:
+        """End a loop that ends with its data: apply what is pending, and sync the steps since the
+        last sync. All workers call it, after any number of steps of one round each. Where no worker
+        has taken a step since the last sync nothing changes. A loop over `palsgd.until` needs no
+        such call.
+
+        Raises:
+            ConsensusError: a worker called it while another came to a sync within its loop.
+        """
+        self.train()
+        self._drive(self._worker.finish())
+
+    @property
+    def unsynced_steps(self) -> int:
+        """Steps of this worker that no sync has sent."""
+        at = self._worker.at
+        return at.clock - min(at.sent_at) if at.has_anchor else 0
+
+    def __del__(self) -> None:
+        unsynced = self.__dict__.get("_unsynced")  # it is missing if building failed
+        if unsynced is not None and not sys.is_finalizing():
+            unsynced.warn(self)
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
         """Call `listener(event)` at every later event of this kind.
@@ -278,6 +429,7 @@ class LocalOptimizer(Optimizer):
     def _drive(self, exchange: Exchange) -> None:
         """Do through the transport what the worker requests. An error is raised inside the worker,
         so that the worker can restore its tensors."""
+        unsynced = self.__dict__.get("_unsynced")
         try:
             request = next(exchange)
             while True:
@@ -291,12 +443,18 @@ class LocalOptimizer(Optimizer):
                     request = exchange.send(sent)
         except StopIteration:
             pass
+        except BaseException:
+            if unsynced is not None:  # this error says more than a warning about what it left
+                unsynced.quiet = True
+            raise
 
     def _lost_peer(self, error: RuntimeError) -> SyncError:
         failure = SyncError(
             f"worker {self.transport.worker} could not exchange with the others at clock "
             f"{self.clock}: a worker left early, stalled or lost its link. The global model is "
-            f"unchanged; start all workers again from a checkpoint ({str(error).splitlines()[0]})"
+            "unchanged; start all workers again from a checkpoint. If it left because its data "
+            "ended, end all loops at one clock with palsgd.until() "
+            f"({_first_sentence(str(error))})"
         )
         failure.__cause__ = error
         return failure
@@ -318,6 +476,12 @@ class LocalOptimizer(Optimizer):
         """The outer optimizer, whose parameters are the anchor's tensors; None for DDP."""
         syncer = self._worker._syncer
         return None if syncer is None else syncer.outer
+
+    @property
+    def outer_scheduler(self) -> Any:
+        """The scheduler of the outer learning rate, or None."""
+        syncer = self._worker._syncer
+        return None if syncer is None else syncer.outer_scheduler
 
     @property
     def schedule(self) -> Schedule:
@@ -365,37 +529,67 @@ class LocalOptimizer(Optimizer):
         self._worker.meter.watch.catch_up()
         return self._worker.ledger
 
+    def eval(self) -> None:
+        """Show the global model: until `train()`, the model holds the global weights and buffers,
+        and `step()` is refused. An inner optimizer that has `train()` and `eval()` itself is put
+        into evaluation mode. For a method whose workers have no common anchor the global model
+        takes a message, so all workers must call this."""
+        if self._evaluation is not None:
+            return
+        if self._showing_anchor:
+            raise RuntimeError("eval() inside anchor_weights(): leave the with block first")
+        self._warn_of_stale_buffers()
+        self._evaluation = self._shown()
+        self._showing_anchor = True
+
+    def train(self) -> None:
+        """Go back to the local model after `eval()`, bit for bit."""
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation, self._showing_anchor = None, False
+
     @contextmanager
     def anchor_weights(self) -> Iterator[nn.Module]:
         """Inside, the model holds the global weights and buffers. On leaving, the local weights and
         buffers are restored. For a method whose workers have no common anchor the global model
         takes a message, so all workers must call this."""
-        buffers = self._worker.warmup.buffers
-        if self._worker.at.has_anchor and not buffers.current:
-            warnings.warn(
-                "buffers='recompute' and they were not recomputed since the last sync: the global "
-                "weights are shown with this worker's own buffers; call recompute_buffers(batches)",
-                stacklevel=3,
-            )
+        self._warn_of_stale_buffers()
         with self._global_model():
             yield self.model
 
+    def _warn_of_stale_buffers(self) -> None:
+        if self._worker.at.has_anchor and not self._worker.warmup.buffers.current:
+            warn(
+                "buffers='recompute' and they were not recomputed since the last sync: the global "
+                "weights are shown with this worker's own buffers; call recompute_buffers(batches)"
+            )
+
+    def _shown(self) -> Evaluation:
+        evaluation = Evaluation(self._worker)
+        try:
+            self._drive(evaluation.show())
+        except BaseException:
+            evaluation.end()
+            raise
+        return evaluation
+
     @contextmanager
     def _global_model(self) -> Iterator[None]:
-        worker, buffers = self._worker, self._worker.warmup.buffers
-        held = worker.inner.replica.local() + buffers.all()
-        with torch.no_grad():
-            saved = [t.clone() for t in held]
-        if worker.at.has_anchor:  # in the warm-up every local model is the global model
-            self._drive(worker.show_global_model())
+        if self._evaluation is not None:  # eval() shows it already
+            yield
+            return
+        evaluation = self._shown()
         outside, self._showing_anchor = self._showing_anchor, True
         try:
             yield
         finally:
             self._showing_anchor = outside
-            with torch.no_grad():
-                torch._foreach_copy_(held, saved)
-            worker.meter.skip()
+            evaluation.end()
+
+    def training_state(self) -> AbstractContextManager[None]:
+        """Inside, the model and the inner optimizer are as training left them, also after
+        `eval()`."""
+        return nullcontext() if self._evaluation is None else self._evaluation.interrupted()
 
     def recompute_buffers(
         self,
@@ -413,8 +607,16 @@ class LocalOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """A snapshot of the whole state except the model, in the form of any torch optimizer's. It
-        costs the memory of a copy. Save model.state_dict() of each worker too."""
-        return save_state(self._parts())
+        costs the memory of a copy. Save model.state_dict() of each worker too. Hooks that were
+        registered for it are called, as torch's optimizers do."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        with self.training_state():
+            state = save_state(self._parts())
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state)
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Resume from `state_dict` bit for bit, also within a round. Load the model before.
@@ -438,7 +640,47 @@ class LocalOptimizer(Optimizer):
         Raises:
             ValueError: the settings differ, or the state is of another model or release.
         """
-        load_state(self._parts(), state_dict, strict=strict)
+        state = dict(state_dict)  # a hook may replace entries of it
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state)
+            state = state if changed is None else changed
+        # The model is loaded beside this state, so what it held before eval() must not come back.
+        self._evaluation, self._showing_anchor = None, False
+        load_state(self._parts(), state, strict=strict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with copies of the model and the inner optimizer, as training left them. Hooks and
+        listeners are not copied, as torch's optimizers do not copy theirs."""
+        if self.transport.workers > 1:
+            raise TypeError(
+                f"a {type(self).__name__} of {self.transport.workers} workers cannot be copied, as "
+                "the copy would exchange on the same links; build another one and load "
+                "state_dict() into it, or use palsgd.checkpoint"
+            )
+        with self.training_state():
+            copy = memo[id(self)] = type(self).__new__(type(self))
+            kept = self._given | {
+                "model": deepcopy(self.model, memo),
+                "inner": deepcopy(self.inner, memo),
+                "scheduler": None,
+                "transport": self.transport,
+                "group": None,
+            }
+            LocalOptimizer.__init__(copy, **kept)
+            load_state(copy._parts(), deepcopy(save_state(self._parts())), strict=True)
+        copy.set_scheduler(deepcopy(self._worker.inner.scheduler, memo))
+        copy._worker.end_at(self._worker.schedule.end)
+        for name in vars(self).keys() - vars(copy).keys():  # a subclass's own
+            setattr(copy, name, deepcopy(getattr(self, name), memo))
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, as it holds the links to its peers; save "
+            "its state_dict(), or use palsgd.checkpoint"
+        )
 
     def _parts(self) -> Parts:
         return Parts(self._worker, self.transport, self.config)
@@ -449,7 +691,6 @@ class LocalOptimizer(Optimizer):
                 "parameters cannot be added to a palsgd optimizer; add them to the inner optimizer "
                 "and build a new one"
             )
-        super().add_param_group(param_group)
 
 
 def _inner(inner: Any) -> Optimizer:
@@ -460,7 +701,35 @@ def _inner(inner: Any) -> Optimizer:
             f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)"
         )
+    for part in parts_of(inner):
+        if isinstance(part, LocalOptimizer):
+            raise ValueError(
+                f"inner={type(part).__name__} is a palsgd optimizer itself, so there would be two "
+                "clocks and two anchors; give the torch optimizer inside it, its .inner"
+            )
+        closure = inspect.signature(type(part).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"inner={type(part).__name__} evaluates the loss several times in a step, and a "
+                "step here takes the one gradient that it is given; use an optimizer whose step() "
+                "needs no closure, such as torch.optim.AdamW"
+            )
+    check_communicates_not(inner)
     return inner
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
+            "not its parameters: the inner optimizer has those"
+        )
+
+
+def _first_sentence(text: str) -> str:
+    """What gloo says ends in pictures and advice that do not belong here."""
+    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    return re.split(r"(?<=[^.])[.!] (?=[A-Z])", first)[0].rstrip(".!")
 
 
 def _signature(optimizer: Optimizer | None) -> str:

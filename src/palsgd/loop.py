@@ -1,29 +1,46 @@
 """The training loop's batches, which end at a given clock and not with the data."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from palsgd.checks import check_int
+from palsgd.checks import below, check_int, check_number, warn
+from palsgd.feed import END
 from palsgd.optimizer import LocalOptimizer
 
 Batch = TypeVar("Batch")
 
 
-def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterator[Batch]:
+def until(
+    loader: Iterable[Batch],
+    opt: LocalOptimizer,
+    *,
+    steps: int | None = None,
+    epochs: float | None = None,
+) -> Iterator[Batch]:
     """Batches from `loader`, epoch after epoch, until `opt.clock` shows `steps`.
 
     Every worker stops at the same clock, whatever its loader's length and however many of its steps
-    were mixing steps, so none waits for a sync that another will not reach. If `steps` cuts a round
-    short, that round is synced at the end. After a resume the epoch that samplers are given
-    continues; the loader must restore the place within the epoch.
+    were mixing steps, so none waits for a sync that another will not reach. If the end cuts a round
+    short, that round is synced there.
+
+    A run may be given in stages: the next call with the same loader goes on where the last one
+    stopped in it. `set_epoch` is called on the loader, its dataset and its samplers. A loader with
+    `state_dict` and `load_state_dict` is saved and resumed with the optimizer; any other begins
+    the epoch anew in which the state was saved.
 
     Args:
         loader: the batches of this worker; it is iterated again when it ends.
         opt: a palsgd optimizer, which the loop steps once for each batch.
         steps: the clock at which training ends, steps without data included.
+        epochs: instead of `steps`, passes over the loader, counted from the start of training. The
+            clock at the end is the warm-up and then the other batches over 1 - p, rounded up, so a
+            worker may take some batches more or fewer. All workers need loaders of one length.
 
     Raises:
-        ValueError: `steps` is no whole number >= 0, or a pass over the loader gave no batch.
+        TypeError: `opt` is no palsgd optimizer.
+        ValueError: not exactly one of `steps` and `epochs` is given, it is no number >= 0, loaders
+            differ in length, or a pass over the loader gave no batch.
 
     Example:
         >>> import torch, palsgd
@@ -37,28 +54,70 @@ def until(loader: Iterable[Batch], opt: LocalOptimizer, *, steps: int) -> Iterat
         >>> opt.clock, opt.synced
         (6, True)
     """
-    steps, worker = check_int("steps", steps), opt._worker
+    opt = _palsgd_optimizer(opt)
+    if epochs is not None and steps is not None:
+        raise ValueError(f"steps={steps!r} and epochs={epochs!r} are both given; give one of them")
+    if epochs is None:
+        steps = check_int("steps", steps)
+    else:
+        check_number("epochs", epochs, "a number >= 0", low=below(0.0))
+    return _batches(loader, opt, steps, epochs)
+
+
+def _palsgd_optimizer(opt: Any) -> LocalOptimizer:
+    """The optimizer, or the one inside a framework's proxy of it."""
+    inside = getattr(opt, "optimizer", None)
+    found = inside if isinstance(inside, LocalOptimizer) else opt
+    if not isinstance(found, LocalOptimizer):
+        raise TypeError(
+            f"until() got {type(opt).__name__} as its optimizer, which has no clock; give the "
+            "palsgd optimizer around it: opt = palsgd.PALSGD(model, inner), then "
+            "until(loader, opt, steps=...)"
+        )
+    return found
+
+
+def _batches(
+    loader: Iterable[Batch], opt: LocalOptimizer, steps: int | None, epochs: float | None
+) -> Iterator[Batch]:
+    if steps is None:
+        assert epochs is not None
+        steps = _clock_after(opt, loader, epochs)
+    _check_warmup(opt, steps)
     opt.run_until(steps)
     while opt.clock < steps:
-        _set_epoch(loader, worker.at.epoch)
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-            if opt.clock >= steps:
-                return
-        if empty:
+        batch = opt._worker.feed.next(loader, opt._worker.at)
+        if batch is END:
             raise ValueError(
-                f"the loader ran dry at clock {opt.clock} of {steps} (pass {worker.at.epoch} over "
-                "it gave no batch); give a loader that can be iterated again, such as a "
+                f"the loader ran dry at clock {opt.clock} of {steps} (pass {opt._worker.at.epoch} "
+                "over it gave no batch); give a loader that can be iterated again, such as a "
                 "DataLoader or a list"
             )
-        worker.at.epoch += 1
+        yield batch
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a DistributedSampler, so that it shuffles again."""
-    for part in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        set_epoch = getattr(part, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+def _clock_after(opt: LocalOptimizer, loader: Any, epochs: float) -> int:
+    """The clock after so many passes over the loader: every batch is a step in the warm-up, and a
+    share 1 - p of the steps after it."""
+    try:
+        length = len(loader)
+    except TypeError:
+        raise ValueError(
+            f"epochs={epochs!r} needs a loader with a length, which {type(loader).__name__} has "
+            "not; give steps= instead"
+        ) from None
+    opt.transport.agree({"epochs": epochs, "len(loader)": length})
+    batches, warmup = math.ceil(epochs * length), opt.schedule.warmup
+    if batches <= warmup:
+        return batches
+    local = (batches - int(warmup)) / opt.method.gradient_share
+    return int(warmup) + math.ceil(round(local, 6))  # 90 / 0.9 is not always 100
+
+
+def _check_warmup(opt: LocalOptimizer, steps: int) -> None:
+    warmup = opt.schedule.warmup
+    if opt.clock < steps < warmup < math.inf:
+        warn(
+            f"the warm-up lasts {int(warmup)} steps and the run {steps}: no local step will be "
+            "made, so this is plain DDP; use fewer warmup_steps, or more steps"
+        )

@@ -61,7 +61,6 @@ class Meter:
         self.sync_s = 0.0  # how long the last sync took, that exchange included
         self._cuda = device.type == "cuda"
         self._left_step: Any = None  # the instant at which the last step ended
-        self._gradient_s_then = 0.0  # the ledger's `gradient_s` at the last sync
 
     def gradient_done(self) -> None:
         """Add the seconds since the last step (data, forward, backward and the inner step)."""
@@ -85,13 +84,11 @@ class Meter:
         if self._left_step is not None:
             self._left_step = self.watch.now()
 
-    def sync_done(self) -> None:
-        self._gradient_s_then = self.ledger.gradient_s
-
-    def step_seconds(self, gradient_steps: int) -> float:
-        """Seconds of one gradient step: the mean over the `gradient_steps` since the last sync."""
+    def step_seconds(self, gradient_steps: int, *, since: float) -> float:
+        """Seconds of one gradient step: the mean over the `gradient_steps` since the last sync.
+        `since` is the ledger's `gradient_s` at that sync."""
         self.watch.catch_up()
-        spent = self.ledger.gradient_s - self._gradient_s_then
+        spent = self.ledger.gradient_s - since
         return spent / gradient_steps if gradient_steps else 0.0
 
     @contextmanager

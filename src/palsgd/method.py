@@ -130,7 +130,8 @@ class Method:
     - `w.groups`: the indices of the tensors of each parameter group;
     - `w.gradient_steps` and `w.rate_sums`: the worker's steps, and the sums of their rates, since
       these tensors' last sync;
-    - `w.rates`: the learning rate of each tensor in the last step before the sync.
+    - `w.rates`: the learning rate of each tensor in the last step before the sync;
+    - `w.clock` and `w.length`: steps so far, and H of the round, between syncs.
 
     Example:
         >>> import torch, palsgd
@@ -181,6 +182,22 @@ class Method:
     def check(self, rates: Sequence[float]) -> None:
         """Raise a ValueError for learning rates this method cannot work with."""
 
+    def check_step(self, rates: Sequence[float], clock: int, length: int) -> None:
+        """Raise a ValueError if the step without data that begins at this clock cannot be taken
+        with these learning rates, in a round of `length` steps. It is asked before the clock counts
+        the step."""
+
+    @property
+    def foreseeable(self) -> bool:
+        """May `check_step` refuse later steps that can be known when a run begins, from the
+        schedule of the learning rates or from the clock?"""
+        return False
+
+    def doubts(self, rates: Sequence[float], length: int) -> list[str]:
+        """What is odd about the settings, a sentence each, of which the optimizer warns when it is
+        built. `rates` are the highest that are known then, `length` is H."""
+        return []
+
     def check_run(self, inner: Optimizer, workers: int) -> None:
         """Raise a ValueError for an inner optimizer, or a number of workers, that this method
         cannot work with."""
@@ -219,7 +236,7 @@ class Method:
     def restart(self, w: "WorkerTensors") -> None:
         """Set `w.local` after a sync. By default `w.local` becomes the anchor, plus the change of
         the local model since it was sent if the sync is delayed. A method that overrides this
-        refuses `delay`."""
+        refuses `delay` and `blend`."""
         raise NotImplementedError("the library does this unless a method overrides it")
 
     def join(self, w: "WorkerTensors") -> None:
@@ -270,6 +287,7 @@ class Method:
         found = dict(self.refuses)
         if self.overrides("restart"):
             found.setdefault("delay", "the method says itself where the local model goes on")
+            found.setdefault("blend", "the method says itself where the local model goes on")
         if self.varies_length:
             found.setdefault("delay", "rounds of varying length may end before a sync arrives")
             found.setdefault("fragments", "rounds of varying length have no fixed places for them")

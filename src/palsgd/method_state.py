@@ -1,6 +1,6 @@
 """The states of a method: tensors of the model's shapes, and numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,26 @@ from palsgd.method import Method, state_names, state_scalars
 from palsgd.replica import Replica
 from palsgd.tensors import RESERVED, WorkerTensors
 
+WHOLE = "the averaged inner state is whole"  # 1 once every fragment of it is known, else 0
+
+
+def averaged_name(name: str) -> str:
+    """The name under which the mean of an inner optimizer's tensors is sent and kept."""
+    return f"mean of the inner {name}"
+
 
 class MethodState:
     """The states that differ between workers (`local`) and the states that are equal on all
-    (`common`)."""
+    (`common`). `averaged` are the names of the inner optimizer's tensors whose means are kept among
+    the common states."""
 
-    def __init__(self, method: Method, replica: Replica, ranges: list[range]):
+    def __init__(
+        self,
+        method: Method,
+        replica: Replica,
+        ranges: list[range],
+        averaged: Sequence[str] = (),
+    ):
         check_names(method)
 
         def new() -> FlatModel:
@@ -28,6 +42,8 @@ class MethodState:
         self.common = {name: new() for name in state_names(method.global_state)}
         self.local_scalars = state_scalars(method.local_state)
         self.common_scalars = state_scalars(method.global_state)
+        self.common |= {averaged_name(name): new() for name in averaged}
+        self.common_scalars |= {WHOLE: 0.0} if averaged else {}
         self.initial_scalars = dict(self.local_scalars)
         self._initial_common = dict(self.common_scalars)
 

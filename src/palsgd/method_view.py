@@ -47,6 +47,9 @@ class MethodView:
     def with_gradients(self, **known: Any) -> WorkerTensors:
         """The tensors that have a gradient, with their gradients."""
         have = [i for i, p in enumerate(self.replica.params) if p.grad is not None]
+        for param in (self.replica.params[i] for i in have):
+            if param.grad is not None and param.grad.is_sparse:  # a rule changes all rows
+                param.grad = param.grad.to_dense()
         local, params = self.replica.local(), self.replica.params
         chosen = [params[i] for i in have]
         sources: dict[str, Callable[[], Any]] = {

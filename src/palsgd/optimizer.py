@@ -3,16 +3,17 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from palsgd.auto_interval import Auto
+from palsgd.keywords import documented, explained, joined, named
 from palsgd.local_optimizer import LocalOptimizer
 from palsgd.method import Method
-from palsgd.methods.palsgd import PALSGDMethod
-from palsgd.options import OPTIONS, documented
+from palsgd.methods.palsgd import OfClock, PALSGDMethod
+from palsgd.options import NOTHING
 from palsgd.outer import OuterFactory, nesterov, plain_average
 from palsgd.registry import Row
 
@@ -28,16 +29,19 @@ class PALSGD(LocalOptimizer):
         model: the module that is trained, as the loop calls it.
         inner: the torch optimizer of each worker, or a list of them.
         sync_every: the number of steps between two syncs, H; or "auto".
-        mix_prob: the share p of the steps that mix.
-        mix_rate: eta. A mixing step has the weight lr * eta / p, which must lie in [0, 1].
+        mix_prob: the share p of the steps that mix; 0 is DiLoCo.
+        pull: how far the mixing steps of a round take a worker back to the last global model: a
+            displacement at the start of a round shrinks to 1 - pull of itself, whatever the
+            learning rate. A number in [0, 1] or a function of the clock; 0.5 if neither it nor
+            `mix_rate` is given. The weight of a mixing step is 1 - (1 - pull)^(1 / (p H)).
+        mix_rate: instead of `pull`, the paper's eta, a number or a function of the clock. A mixing
+            step has the weight lr * eta / p, which must lie in [0, 1].
 
     Example:
         >>> import torch, palsgd
         >>> model = torch.nn.Linear(2, 1)
         >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> opt = palsgd.PALSGD(
-        ...     model, inner, sync_every=4, mix_prob=0.25, mix_rate=1.0, transport=palsgd.Alone()
-        ... )
+        >>> opt = palsgd.PALSGD(model, inner, sync_every=4, transport=palsgd.Alone())
         >>> for batch in palsgd.until([torch.ones(1, 2)], opt, steps=8):
         ...     model(batch).sum().backward()
         ...     opt.step()
@@ -51,13 +55,14 @@ class PALSGD(LocalOptimizer):
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: int | str | Auto,
-        mix_prob: float,
-        mix_rate: float,
+        sync_every: int | str | Auto = 64,
+        mix_prob: float = 0.1,
+        pull: OfClock | None = None,
+        mix_rate: OfClock | None = None,
         outer: OuterFactory | None = None,
         **options: Any,
     ):
-        method = PALSGDMethod(mix_prob=mix_prob, mix_rate=mix_rate)
+        method = PALSGDMethod(mix_prob=mix_prob, mix_rate=mix_rate, pull=pull)
         super().__init__(
             model, inner, method, outer or nesterov(), sync_every=sync_every, **options
         )
@@ -84,7 +89,7 @@ class DiLoCo(LocalOptimizer):
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: int | str | Auto,
+        sync_every: int | str | Auto = 64,
         outer: OuterFactory | None = None,
         **options: Any,
     ):
@@ -110,18 +115,18 @@ class LocalSGD(LocalOptimizer):
         >>> opt = palsgd.LocalSGD(model, inner, sync_every=4, transport=palsgd.Alone())
     """
 
-    fixed_outer = True
+    refused: ClassVar = {
+        "outer": "LocalSGD averages and has no outer=; use palsgd.DiLoCo(outer=...)",
+    }
 
     def __init__(
         self,
         model: nn.Module,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: int | str | Auto,
+        sync_every: int | str | Auto = 64,
         **options: Any,
     ):
-        if "outer" in options:
-            raise TypeError("LocalSGD averages and has no outer=; use palsgd.DiLoCo(outer=...)")
         super().__init__(model, inner, Method(), plain_average(), sync_every=sync_every, **options)
 
 
@@ -133,8 +138,8 @@ class DDP(LocalOptimizer):
         model: the module that is trained, as the loop calls it.
         inner: the torch optimizer of each worker, or a list of them.
 
-    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `compress`, `delay` and `fragments`
-    are refused.
+    It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `outer_scheduler`, `compress`,
+    `delay`, `fragments` and `blend` are refused.
 
     Example:
         >>> import torch, palsgd
@@ -143,18 +148,19 @@ class DDP(LocalOptimizer):
         >>> opt = palsgd.DDP(model, inner, transport=palsgd.Alone())
     """
 
-    fixed_outer = True
+    refused: ClassVar = {
+        name: f"DDP has no {name}=; it averages gradients at every step"
+        for name in ("outer", "sync_every", "warmup_steps")
+    }
 
     def __init__(self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any):
-        for name, nothing in (("compress", None), ("delay", 0), ("fragments", 1)):
+        for name in ("compress", "delay", "fragments", "blend", "outer_scheduler"):
+            nothing = NOTHING.get(name)
             if options.get(name, nothing) not in (nothing, "none"):
                 raise ValueError(
                     f"{name}={options[name]!r} is about syncs, which DDP has none of; leave it "
                     "out, or give torch's DistributedDataParallel a communication hook"
                 )
-        for name in ("outer", "sync_every", "warmup_steps"):
-            if name in options:
-                raise TypeError(f"DDP has no {name}=; it averages gradients at every step")
         super().__init__(model, inner, Method(), None, warmup_steps=math.inf, **options)
 
 
@@ -173,8 +179,17 @@ def builder_of(row: Row) -> Callable[..., LocalOptimizer]:
         return LocalOptimizer(model, inner, row.method(**own), **settings)
 
     build.__name__ = build.__qualname__ = row.title
-    build.__doc__ = (
+    build.__doc__ = explained(
         f"{row.summary}.\n\nSettings of its own: {', '.join(row.settings()) or 'none'}.\n"
+        f"{row.method.__doc__ or ''}"
     )
-    build.__doc__ += f"{row.method.__doc__ or ''}\n\n{inspect.cleandoc(OPTIONS)}"
-    return build
+    return named(build, _signature_of(row))
+
+
+def _signature_of(row: Row) -> inspect.Signature:
+    """Model, inner optimizer, the method's own settings, and the options that it takes."""
+    shared = inspect.signature(LocalOptimizer)
+    first = [shared.parameters[name] for name in ("model", "inner")]
+    own = inspect.signature(row.method).parameters.values()
+    signature = shared.replace(parameters=[*first, *own])
+    return joined(signature, shared, {"method", *(["outer"] if row.fixed_outer else [])})

@@ -1,14 +1,13 @@
 """The settings of an optimizer, checked once, and their description."""
 
-import inspect
 import math
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
-from torch.optim import Optimizer
+import numpy as np
 
 from palsgd.auto_interval import Auto, interval
-from palsgd.checks import check_choice, check_int, check_number
+from palsgd.checks import below, check_choice, check_int, check_number
 from palsgd.codecs import Codec, find_codec
 from palsgd.method import Method
 from palsgd.schedule import DRAWS
@@ -16,7 +15,8 @@ from palsgd.schedule import DRAWS
 OPTIONS = """
     Options of every optimizer:
         outer: makes the outer optimizer from the anchor's parameters, such as
-            `palsgd.nesterov(lr=0.2)` or `lambda params: torch.optim.Adam(params, lr=1e-3)`.
+            `palsgd.nesterov(lr=0.7, momentum=0.5)` or
+            `lambda params: torch.optim.Adam(params, lr=1e-3)`.
         warmup_steps: steps of plain DDP before the first round.
         seed, draws: how the steps without data are drawn. "balanced": between two syncs all workers
             take equally many gradients; "independent": a coin per worker and step; "shared": one
@@ -31,6 +31,16 @@ OPTIONS = """
         compress: what a sync sends: "bf16", "int8", "int4", "topk:SHARE" or a `palsgd.Codec`.
         delay: steps between sending and applying a sync; training goes on during them.
         fragments: parts of the model that are synced one after another within a round.
+        same_data: workers may compute the same. By default a sync raises a ConsensusError if two
+            workers had the same first gradient or have the same local model, as then something else
+            averages gradients or models, or the workers read the same data.
+        blend: the share b of itself that a local model keeps at a sync, delayed or not:
+            `x_k <- b x_k + (1 - b) x`. None: the local model becomes the global one, and a delayed
+            sync keeps all local progress since it was sent.
+        outer_scheduler: an LRScheduler of the outer learning rate, as a function that makes it from
+            the outer optimizer. It is stepped once per round.
+        average_state: names of the inner optimizer's tensors that are set to their mean over the
+            workers at a sync, such as ("z",) for a schedule-free optimizer.
         group: the process group of the workers, if they are not all ranks.
         transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
 
@@ -57,6 +67,9 @@ class Options:
     codec: Codec | None
     delay: int
     fragments: int
+    same_data: bool
+    blend: float | None
+    average_state: tuple[str, ...] | None
 
     @property
     def has_rounds(self) -> bool:
@@ -77,6 +90,8 @@ class Options:
             "compress": None if self.codec is None else self.codec.name,
             "delay": self.delay,
             "fragments": self.fragments,
+            "blend": self.blend,
+            "average_state": None if self.average_state is None else list(self.average_state),
         }
 
 
@@ -84,6 +99,7 @@ def checked_options(
     *,
     method: Method,
     outer: Any,
+    outer_scheduler: Any,
     sync_every: Any,
     compress: Any,
     warmup_steps: float,
@@ -91,9 +107,14 @@ def checked_options(
 ) -> Options:
     """The options, or a ValueError that says which one is out of its range."""
     codec, (first, auto) = find_codec(compress), interval(sync_every)
-    check_int("sync_every", first, least=1)
+    first = check_int("sync_every", first, least=1)
     if warmup_steps != math.inf:
-        check_int("warmup_steps", warmup_steps)
+        warmup_steps = check_int("warmup_steps", warmup_steps)
+    for name in ("max_norm", "blend"):  # torch.load reads no NumPy numbers by default
+        others[name] = None if others[name] is None else _plain(others[name])
+    for name, least in (("seed", 0), ("delay", 0), ("fragments", 1)):
+        others[name] = check_int(name, others[name], least=least)
+    others["average_state"] = _checked_names(others["average_state"])
     options = Options(
         method=method,
         sync_every=first,
@@ -102,13 +123,22 @@ def checked_options(
         warmup_steps=warmup_steps,
         **others,
     )
-    check_int("seed", options.seed)
     check_choice("draws", options.draws, DRAWS)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
     _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
+    if options.blend is not None:
+        words = "a number in [0, 1]: the share of itself that a local model keeps at a sync"
+        check_number("blend", options.blend, words, low=below(0.0), high=math.nextafter(1, 2))
+    if options.average_state and options.delay:
+        raise ValueError(
+            f"average_state={options.average_state} with delay={options.delay}: the inner state "
+            "would lose what it changed since it was sent; use delay=0"
+        )
     _check_refusals(
         method,
         outer=outer,
+        outer_scheduler=outer_scheduler,
+        blend=options.blend,
         compress=codec,
         delay=options.delay,
         fragments=options.fragments,
@@ -117,8 +147,33 @@ def checked_options(
     _check_lag(first, auto, options.delay, options.fragments)
     _check_names(method)
     if not options.has_rounds:
-        _check_no_syncs(compress=codec, delay=options.delay, fragments=options.fragments)
+        _check_no_syncs(
+            compress=codec,
+            delay=options.delay,
+            fragments=options.fragments,
+            blend=options.blend,
+            outer_scheduler=outer_scheduler,
+        )
     return options
+
+
+NOTHING = {"delay": 0, "fragments": 1}  # what leaves an option out, where it is not None
+
+
+def _plain(number: Any) -> Any:
+    return number.item() if isinstance(number, np.generic) else number
+
+
+def _checked_names(names: Any) -> tuple[str, ...] | None:
+    """The names of `average_state` as a tuple."""
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"average_state={names!r} must be names of the inner optimizer's tensors, such as "
+            "('z',)"
+        )
+    return tuple(names)
 
 
 def _check_positive(**values: float | None) -> None:
@@ -129,19 +184,16 @@ def _check_positive(**values: float | None) -> None:
 
 def _check_refusals(method: Method, **options: Any) -> None:
     """Refuse the options that the method refuses, with its reason."""
-    nothing = {"outer": None, "compress": None, "delay": 0, "fragments": 1, "sync_every": None}
     reasons = method.refusals()
     for name, value in options.items():
-        if value != nothing[name] and name in reasons:
-            shown = "..." if name == "outer" else repr(getattr(value, "name", value))
+        if value != NOTHING.get(name) and name in reasons:
+            shown = "..." if callable(value) else repr(getattr(value, "name", value))
             raise ValueError(
                 f"{name}={shown} means nothing for {method}: {reasons[name]}; leave it out"
             )
 
 
 def _check_lag(sync_every: int, auto: Auto | None, delay: int, fragments: int) -> None:
-    check_int("fragments", fragments, least=1)
-    check_int("delay", delay)
     most, name = (auto.most, "most") if auto else (sync_every, "sync_every")
     if fragments > most:
         raise ValueError(
@@ -157,7 +209,7 @@ def _check_lag(sync_every: int, auto: Auto | None, delay: int, fragments: int) -
 def _check_names(method: Method) -> None:
     """Refuse a method's setting that has the name of an option of the optimizer, as the two would
     be one entry in the settings that workers and saved states compare."""
-    taken = {f.name for f in fields(Options)} | {"compress", "inner", "outer"}
+    taken = {f.name for f in fields(Options)} | {"compress", "inner", "outer", "outer_scheduler"}
     clash = next((name for name in method.settings() if name in taken), None)
     if clash is not None:
         raise ValueError(
@@ -168,26 +220,9 @@ def _check_names(method: Method) -> None:
 
 def _check_no_syncs(**options: Any) -> None:
     """Refuse the options of syncs for an optimizer whose warm-up never ends."""
-    nothing = {"compress": None, "delay": 0, "fragments": 1}
     for name, value in options.items():
-        if value != nothing[name]:
+        if value != NOTHING.get(name):
             raise ValueError(
                 f"{name}={getattr(value, 'name', value)!r} is about syncs, and a warm-up that "
                 "never ends has none; leave it out, or give a number of warmup_steps"
             )
-
-
-Kind = TypeVar("Kind", bound=type[Optimizer])
-
-
-def documented(kind: Kind) -> Kind:
-    """Add the options that all optimizers share to the docstring and the signature of a class."""
-    kind.__doc__ = inspect.cleandoc(kind.__doc__ or "") + "\n\n" + inspect.cleandoc(OPTIONS)
-    own = inspect.signature(kind.__init__)
-    if any(p.kind is p.VAR_KEYWORD for p in own.parameters.values()):
-        shared = inspect.signature(kind.__mro__[1]).parameters
-        hidden = {"method", *own.parameters, *(["outer"] if kind.fixed_outer else [])}  # type: ignore[attr-defined]
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [p.replace(kind=p.KEYWORD_ONLY) for n, p in shared.items() if n not in hidden]
-        kind.__signature__ = own.replace(parameters=[*named[1:], *more])  # type: ignore[attr-defined]
-    return kind

@@ -90,7 +90,10 @@ def can_divide(outer: Optimizer) -> bool:
     optimizer with hooks cannot either, as a hook must find the mean in the gradients and not the
     sum.
     """
-    if type(outer) is not SGD or {"step", "grad_scale", "found_inf"} & vars(outer).keys():
+    if type(outer) is not SGD or {"grad_scale", "found_inf"} & vars(outer).keys():
+        return False
+    # a scheduler wraps the step of its optimizer in a function that only notes the call
+    if "step" in vars(outer) and not hasattr(outer.step, "_wrapped_by_lr_sched"):
         return False
     return not _has_hooks(outer) and all(_is_plain(group) for group in outer.param_groups)
 

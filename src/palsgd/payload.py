@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 REPORT = 9  # numbers of each worker in the header of a sync (see palsgd.guard)
 REPORT_WITH_COSTS = 11  # the same, while sync_every="auto" measures
+UNTRAINED = 6  # numbers of each worker before the first round (see palsgd.untrained)
 
 
 def wire_bytes(sent: int, workers: int, *, gathered: bool = False) -> int:
@@ -184,14 +185,21 @@ class PayloadSize:
         """The count of numbers in the header."""
         return self.report * self.workers
 
-    def start(self) -> list[int]:
-        """The message in which workers compare their models when the local phase begins."""
-        return [self._bytes(self.header, exact=self.header, codec=None)]
+    @property
+    def untrained(self) -> int:
+        """The count of numbers by which workers compare the tensors that are not trained."""
+        return UNTRAINED * self.workers
+
+    def start(self, *, with_buffers: bool = False) -> list[int]:
+        """The message in which workers compare their models when the local phase begins. Buffers
+        are averaged in it if DistributedDataParallel has averaged the gradients before."""
+        size = self.header + self.untrained + (self.buffers if with_buffers else 0)
+        return [self._bytes(size, exact=size, codec=None)]
 
     def warmup(self) -> list[int]:
         """The messages of one step of the warm-up, where `step()` averages the gradients."""
         sizes = self._buckets(sum(self.fragments), whole=False)
-        sizes[0] += self.header + self.buffers + self.tensors
+        sizes[0] += self.header + self.untrained + self.buffers + self.tensors
         return [self._bytes(size, exact=size, codec=None) for size in sizes]
 
     def ddp(self) -> int:
@@ -262,6 +270,7 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
     syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
     memory, guard = worker.warmup.memory, worker.warmup.guard
     payload = payload or Payload()
+    averaged = 0 if syncer is None or syncer.averaged is None else len(syncer.averaged.names)
     ranges = [memory.model] if syncer is None else syncer.anchor.ranges
     return PayloadSize(
         fragments=[len(part) for part in ranges],
@@ -276,5 +285,5 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
         codec=None if syncer is None else syncer.codec,
         displacement=False,  # if it is sent, it is among the parts
         gathered=worker.method.overrides("weights"),
-        parts=part_sizes(payload),
+        parts=part_sizes(payload) + (PartSize(coded=False),) * averaged,
     )

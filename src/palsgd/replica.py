@@ -15,7 +15,8 @@ class Replica:
     """The tensors an inner optimizer trains, as plain local tensors (shards, if sharded)."""
 
     def __init__(self, model: nn.Module, inner: Optimizer):
-        named: dict[Tensor, str] = {p: name for name, p in unwrapped(model).named_parameters()}
+        self._model = unwrapped(model)
+        named: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
         _check_ownership(named, inner)
         self.inner = inner
         self.params = trainable(inner)
@@ -30,6 +31,8 @@ class Replica:
         self.device = local[0].device
         self.dtype = max((_master_dtype(t) for t in local), key=lambda dtype: dtype.itemsize)
         self.layout = Layout(local)
+        self._ids = list(map(id, self.params))
+        self._kinds = [(p.dtype, p.device) for p in self.params]
         self.initial_rates = [
             float(group.get("initial_lr", group["lr"])) for group in inner.param_groups
         ]
@@ -39,17 +42,58 @@ class Replica:
         return [local_tensor(p) for p in self.params] if self.sharded else list(self.params)
 
     def check_unchanged(self) -> None:
+        """Raise if the inner optimizer trains other tensors than when this was built, or the same
+        ones in another precision or on another device."""
         now = trainable(self.inner)
-        if len(now) != len(self.params) or any(
-            p is not q for p, q in zip(now, self.params, strict=True)
-        ):
+        # `is` by id, as == of two tensors compares their elements
+        if list(map(id, now)) != self._ids:
             raise ValueError(
-                "parameters were frozen or unfrozen after the optimizer was built; build a new "
-                "palsgd optimizer at that point, so that every worker mixes and sends the same ones"
+                f"{self._changed(now)} after the optimizer was built; build a new palsgd optimizer "
+                "at that point, so that every worker mixes and sends the same ones"
             )
+        for name, p, (dtype, device) in zip(self.names, now, self._kinds, strict=True):
+            if p.dtype != dtype or p.device != device:
+                raise ValueError(
+                    f"parameter {name} became {p.dtype} on {p.device} after the optimizer was "
+                    f"built, when it was {dtype} on {device}; convert and move the model first, "
+                    "then build inner and the palsgd optimizer"
+                )
+
+    def check_held(self) -> None:
+        """Raise if the model has lost a tensor that the inner optimizer trains. Sharded tensors are
+        not looked for, as fully_shard puts others into their places while they are gathered."""
+        held = self._ids if self.sharded else set(map(id, self._model.parameters()))
+        for name, each in zip(self.names, self._ids, strict=True):
+            if each not in held:
+                raise ValueError(
+                    f"parameter {name} is no longer the model's: it was replaced after the "
+                    "optimizer was built, by code or by model.to(device); build inner and the "
+                    "palsgd optimizer from the model as it is trained"
+                )
+
+    def _changed(self, now: list[Tensor]) -> str:
+        """What happened to the tensors that the inner optimizer trains."""
+        held, before = set(map(id, now)), set(self._ids)
+        gone = [n for n, p in zip(self.names, self.params, strict=True) if id(p) not in held]
+        new, found = len(held - before), []
+        if gone:
+            found.append(f"{len(gone)} parameter(s) were frozen or taken out of inner ({gone[0]})")
+        if new:
+            found.append(f"{new} parameter(s) were unfrozen or added to inner")
+        return " and ".join(found) or "the order of the parameters in inner was changed"
 
     def grads(self) -> list[Tensor | None]:
         return [None if p.grad is None else local_tensor(p.grad) for p in self.params]
+
+    def flat_grads(self) -> list[Tensor]:
+        """The gradients that there are, each in one dimension; of a sparse one its values."""
+        found = []
+        for i, grad in enumerate(self.grads()):
+            if grad is not None and grad.layout is torch.strided:
+                found.append(self.layout.flattened(i, grad))
+            elif grad is not None:
+                found.append(grad.coalesce().values().reshape(-1))
+        return found
 
     def describe(self) -> str:
         """Names, types and unsharded shapes of the tensors: a text that is equal on all ranks that

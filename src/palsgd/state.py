@@ -498,6 +498,22 @@ def _set_base_rates(scheduler: Any, rates: Any) -> None:
         _set_base_rates(each, found)
 
 
+def _save_outer_scheduler(of: Parts) -> Any:
+    syncer = of.worker._syncer
+    scheduler = None if syncer is None else syncer.outer_scheduler
+    return None if scheduler is None else snapshot(scheduler.state_dict())
+
+
+def _load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
+    """Load the schedule of the outer learning rate, and set the rate to where it stood."""
+    syncer = of.worker._syncer
+    if syncer is None or syncer.outer_scheduler is None or saved is None:
+        return
+    syncer.outer_scheduler.load_state_dict(saved)
+    for group, lr in zip(syncer.outer.param_groups, saved["_last_lr"], strict=True):
+        group["lr"] = lr
+
+
 # -- what belongs to a rank --------------------------------------------------------------------
 
 
@@ -656,6 +672,10 @@ def _load_buffers(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     of.worker.warmup.buffers.load(saved)
 
 
+def _load_data(of: Parts, saved: Any, load: Loading) -> None:
+    of.worker.feed.resume(saved)
+
+
 def _load_ledger(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     of.worker.ledger.load(saved)
 
@@ -706,6 +726,14 @@ SCHEMA = (
     Field(
         "scheduler", "worker", "numbers", "the learning-rate schedule",
         _save_scheduler, _load_scheduler,
+    ),
+    Field(
+        "outer_scheduler", "global", "numbers", "the schedule of the outer learning rate",
+        _save_outer_scheduler, _load_outer_scheduler,
+    ),
+    Field(
+        "data", "worker", "any", "the state of the loader of until(), if the loader has one",
+        lambda of: of.worker.feed.state(), _load_data,
     ),
     Field(
         "ledger", "rank", "numbers", "what the worker did",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palsgd.payload import REPORT, REPORT_WITH_COSTS
+from palsgd.payload import REPORT
 
 
 def converted(
@@ -55,6 +55,8 @@ def converted(
         },
         **{name: state[name] for name in ("clock", "inner", "outer", "anchor", "buffers")},
         "scheduler": state["scheduler"],
+        "outer_scheduler": None,
+        "data": None,
         "method": None,
         "ledger": state["ledger"],
         "rank": {
@@ -62,7 +64,7 @@ def converted(
                 "residues": own["residues"],
                 "pending": None
                 if own["flight"] is None
-                else _pending_sync(own["flight"], none, here),
+                else _pending_sync(own["flight"], none, here["workers"], here["sync_every"]),
             }
             for rank, own in state["own"].items()
         },
@@ -70,12 +72,13 @@ def converted(
 
 
 def _pending_sync(
-    saved: dict[str, Any], rate_sums: tuple[float, ...], here: dict[str, Any]
+    saved: dict[str, Any], rate_sums: tuple[float, ...], workers: int, sync_every: int | str
 ) -> dict[str, Any]:
     """The pending sync of a saved state. Its text `where` has the round and clock of sending."""
+    costs = 2 if isinstance(sync_every, str) else 0  # "auto" has two more numbers per worker
+    values, tail = _with_header(saved["values"], saved["extras"], workers, costs)
     found = re.search(r"round (\d+) \(clock (\d+)\)", saved["where"])
     round, clock = (int(n) for n in found.groups()) if found else (0, saved["due"])
-    values = _with_header(saved["values"], saved["extras"], here)
     return {
         "at": (saved["fragment"], clock, round, saved["due"], 0, rate_sums, 0.0),
         "finite": saved["finite"],
@@ -90,7 +93,7 @@ def _pending_sync(
             }
         ],
         "scalars": [],
-        "tail": saved["extras"] + len(values) - len(saved["values"]),
+        "tail": tail,
         "distance": saved["distance"],
         "sent": 0,
         "arrived": saved["arrived"],
@@ -99,13 +102,12 @@ def _pending_sync(
     }
 
 
-def _with_header(values: Tensor, extras: int, here: dict[str, Any]) -> Tensor:
-    """The values with a header of today's size. 0.1.0 sent fewer numbers of each worker, the first
-    of today's, and behind them two more while H was measured."""
-    measured = isinstance(here["sync_every"], str)
-    workers, width = here["workers"], REPORT_WITH_COSTS if measured else REPORT
-    size = (6 if measured else 4) * workers
-    sent, header, rest = values.split([len(values) - extras, size, extras - size])
-    rows = values.new_zeros(workers, width)
-    rows[:, :4] = header.view(workers, -1)[:, :4]
-    return torch.cat([sent, rows.view(-1), rest])
+def _with_header(values: Tensor, tail: int, workers: int, costs: int) -> tuple[Tensor, int]:
+    """A message of 0.1.0 whose header has the numbers of today, and the length of its tail. 0.1.0
+    had four of them (digest in two halves, finite flag, seconds) before the costs."""
+    before, old = values[:-tail], values[-tail:]
+    lines, rest = old[: (4 + costs) * workers].view(workers, -1), old[(4 + costs) * workers :]
+    new = values.new_zeros(workers, REPORT + costs)
+    new[:, :4] = lines[:, :4]
+    new[:, REPORT:] = lines[:, 4:]
+    return torch.cat([before, new.view(-1), rest]), new.numel() + len(rest)

@@ -2,7 +2,8 @@
 
 A sync is of the whole model or of one fragment. Its two halves are `send` and `apply`; `sync` does
 both at one clock. With `delay`, steps lie between the halves, and the local model keeps its change
-since it was sent: x_k <- x + (x_k - x_k when it was sent).
+since it was sent: x_k <- x + (x_k - x_k when it was sent). With `blend` b, x_k <- b x_k + (1 - b) x
+in either case.
 
 All messages are exchanged before the anchor is changed, so that the loss of a peer cannot leave a
 part of a sync applied. If a worker applied its messages one by one and lost a peer after the second
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
 from palsgd.digest import chained
+from palsgd.finite import all_finite
 from palsgd.flat import Bucket
 from palsgd.guard import Guard, Verdict, WorkerReport, waiting
 from palsgd.inner import forget_nonfinite
@@ -33,7 +36,7 @@ from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
 from palsgd.passes import can_divide, displaced, divided_step
 from palsgd.payload import wire_bytes
-from palsgd.tensors import Reduced, WorkerTensors
+from palsgd.tensors import Reduced, WorkerTensors, mix_
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message
 
@@ -51,6 +54,7 @@ class Moment(NamedTuple):
     rate_sums: tuple[float, ...]  # of each parameter group
     step_s: float  # seconds of a gradient step while H is being measured, else 0
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
+    idle: bool = False  # has the worker taken no step since the last sync of this fragment?
     taken: int = 0  # gradient steps of this worker since the start of training
 
 
@@ -113,17 +117,21 @@ class Syncer:
         view: MethodView,
         inner: Optimizer,
         outer: Optimizer,
+        outer_scheduler: Any,
         buffers: Buffers,
         guard: Guard,
         memory: MessageMemory,
         meter: Meter,
         codec: Codec | None,
         delayed: bool,
+        blend: float | None,
+        averaged: AveragedState | None,
     ):
         self.method, self.view, self.inner, self.outer = method, view, inner, outer
         self.replica, self.anchor, self.states = view.replica, view.anchor, view.states
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
-        self.codec = codec
+        self.codec, self.blend, self.averaged = codec, blend, averaged
+        self.outer_scheduler = outer_scheduler  # stepped once per round
         self._first_outer = {
             param: {name: _copy(value) for name, value in entry.items()}
             for param, entry in outer.state.items()
@@ -131,18 +139,22 @@ class Syncer:
         self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
+        # Without a common anchor equal displacements are no equal models.
+        self.compares_models = guard.compares and guard.compares_work
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
         # trained before the means are applied, or is read by the method's own rules.
         self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
+        rules = rules or averaged is not None or blend is not None
         self.rules, self.whole = rules, delayed or self._low or rules
 
     # -- the two halves ------------------------------------------------------------------------
 
-    def sync(self, at: Moment) -> Generator[Request, int, Outcome]:
-        """Send a fragment and apply its mean at the same clock."""
+    def sync(self, at: Moment) -> Generator[Request, int, Outcome | None]:
+        """Send a fragment and apply its mean at the same clock. None if there was nothing to
+        apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
@@ -163,22 +175,27 @@ class Syncer:
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+            return None
         return self._conclude(pending, arrival, start)
 
-    def send(self, at: Moment) -> Generator[Request, int, None]:
+    def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
-        model is trained until then."""
+        model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
         for message, _ in self._pack(pending):
             yield Start(message)
-        kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-        kept.read(self.replica.local())
-        pending.local_when_sent = kept.flat
+        if trains:
+            kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
+            kept.read(self.replica.local())
+            pending.local_when_sent = kept.flat
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
 
-    def apply(self) -> Generator[Request, int, Outcome]:
-        """Wait for the means of the pending sync and apply them."""
+    def apply(self) -> Generator[Request, int, Outcome | None]:
+        """Wait for the means of the pending sync and apply them. None if there was nothing to
+        apply."""
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
@@ -192,9 +209,19 @@ class Syncer:
             self._count(pending, message, message.sent)
         for message in pending.messages:
             self._rescale(message, arrival)
-        outcome = self._conclude(pending, arrival, start)
+        outcome = None
+        if arrival.verdict.changes_nothing:
+            self._drop(pending)
+        else:
+            outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _drop(self, pending: PendingSync) -> None:
+        """Leave all as it is, as no worker has taken a step. The local model is equal to the
+        anchor, unless it holds parked means, or was rounded when a delayed sync was applied."""
+        if not self.method.overrides("restart"):
+            self.anchor.copy_to_local(pending.at.fragment)
 
     def start_over(self) -> None:
         """Forget what earlier syncs have left, as before the local phase."""
@@ -216,22 +243,29 @@ class Syncer:
         """The messages of a sync, each filled when the iterator reaches it. The first has the
         tail."""
         self.replica.check_unchanged()
+        self.replica.check_held()
         at = pending.at
         w = self._tensors(at, lambda: self.view.local_pieces(at.fragment))
         payload = self.method.payload(w)
         parts = due_parts(self.method, payload, at.round, w)
+        if self.averaged is not None:
+            parts += self.averaged.parts(w)
         squares: Any = self.memory.template.new_zeros(())
         for part, values, bucket in self._values(at, parts):
             digest, moved, first = None, None, not pending.messages
             if bucket is not None:
                 alone = first and not self._parks(at.fragment)
                 found = displaced(
-                    bucket, self.anchor, self.replica.local(), with_digest=alone, with_moved=first
+                    bucket,
+                    self.anchor,
+                    self.replica.local(),
+                    with_digest=alone,
+                    with_moved=first and self.compares_models,
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
                 model = self._model_digest(at.fragment, moved or 0)
-                report = self._report(pending, parts, squares, digest, model)
+                report = self._report(pending, payload, parts, squares, digest, model)
             if not pending.finite:  # some rank of this worker has found inf or nan
                 values.zero_()
             elif part.reduction == "weighted":
@@ -293,7 +327,7 @@ class Syncer:
         if fragment == 0:
             self._moved = {}
         self._moved[fragment] = moved
-        if len(self._moved) < len(self.anchor.ranges) or not self.guard.compares:
+        if len(self._moved) < len(self.anchor.ranges):
             return 0
         return self._moved[0] if fragment == 0 else chained(self._moved.values())
 
@@ -305,6 +339,7 @@ class Syncer:
     def _report(
         self,
         pending: PendingSync,
+        payload: Payload,
         parts: list[Part],
         squares: Tensor,
         digest: int | None,
@@ -317,16 +352,22 @@ class Syncer:
         seen = alone and parts[0].tensors is None and bool(squares.isfinite())
         own = [t for part in parts if part.tensors is not None for t in part.tensors]
         finite = (seen or all_finite(self.replica.local())) and all_finite(own)
+        numbers = [payload.weight, *payload.scalars.values()]
+        finite = finite and all(math.isfinite(float(each)) for each in numbers)
         if digest is None:
             digest = self.anchor.digest(fragment)
         report = self.guard.report(
             chained([digest, self.states.digest(fragment)]),
-            finite=finite and self.buffers.finite(),
+            finite=finite,
             meter=self.meter,
-            model=model,
+            # A worker without steps has nothing of its own to compare. Its model may differ from
+            # the anchor by the rounding of a delayed sync, as another worker's may.
+            model=0 if pending.at.idle else model,
             steps=pending.at.taken,
-            step_s=pending.at.step_s,
+            idle=pending.at.idle,
             device=self.replica.device,
+            step_s=pending.at.step_s,
+            buffer=self.buffers.nonfinite(),
         )
         pending.finite = report.finite
         return report
@@ -434,6 +475,7 @@ class Syncer:
             for param, mean in zip(params, parts["model"], strict=True):
                 param.grad = mean
         w = self._tensors(at, lambda: self._pieces_as_sent(pending))
+        means = {} if self.averaged is None else self.averaged.take(parts)
         try:
             with divided_step(self.outer, pending.messages[0].divisor):
                 self.method.apply(w, Reduced(parts, scalars, contributors), self.outer)
@@ -442,6 +484,8 @@ class Syncer:
                 param.grad = None
         if "inner" in vars(w):  # the method has used it
             w.inner.put_back()
+        if self.averaged is not None:
+            self.averaged.apply(at.fragment, means, w, self.blend)
         self.states.keep_scalars(w)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
@@ -496,10 +540,18 @@ class Syncer:
             self.method.restart(w)
             self.anchor.put_back(fragment, w.local, [t.detach() for t in self.replica.local()])
             self.states.keep_scalars(w)
+        elif self.blend is not None:
+            self._blend(fragment, self.blend)
         elif pending.local_when_sent is None:
             self.anchor.copy_to_local(fragment)
         else:
             self._keep_local_progress(fragment, pending.local_when_sent)
+
+    def _blend(self, fragment: int, share: float) -> None:
+        """x_k <- share x_k + (1 - share) x."""
+        local = self.view.local_pieces(fragment)
+        mix_(local, self.anchor.pieces(fragment), 1.0 - share)
+        self.anchor.put_back(fragment, local, [t.detach() for t in self.replica.local()])
 
     def _keep_local_progress(self, fragment: int, when_sent: Tensor) -> None:
         """x_k <- x + (x_k - x_k when it was sent)."""
@@ -516,6 +568,15 @@ class Syncer:
         self.method.join(w)
         self.states.keep_scalars(w)
         forget_nonfinite(self.inner)
+        if self.averaged is not None:
+            self.averaged.copy_to_local()
+
+    def round_ended(self) -> None:
+        """All fragments of a round have been applied."""
+        if self.outer_scheduler is not None:
+            self.outer_scheduler.step()
+        if self.averaged is not None:
+            self.averaged.round_ended()
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
         return self.view.fragment(
@@ -598,12 +659,3 @@ def unflattened(values: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The inverse of `flattened`; axes before the last one are kept."""
     chunks = values.split([t.numel() for t in like], dim=-1)
     return [c.reshape((*values.shape[:-1], *t.shape)) for c, t in zip(chunks, like, strict=True)]
-
-
-def all_finite(tensors: list[Tensor]) -> bool:
-    # A norm reads each tensor once, and it is inf or nan if any element is. It may also overflow on
-    # finite elements, so every element is checked if some norm is not finite.
-    norms = torch._foreach_norm([t for t in tensors if t.numel()]) if tensors else []
-    if not norms or bool(torch.stack([n.float() for n in norms]).isfinite().all()):
-        return True
-    return all(bool(t.isfinite().all()) for t in tensors)

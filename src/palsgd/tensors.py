@@ -11,7 +11,7 @@ from palsgd.method import Rate
 # The attributes of `w` beside its functions. No state of a method may have one of these names.
 RESERVED = frozenset(
     ["local", "anchor", "grad", "groups", "inner", "rates", "initial_rates", "rate_sums"]
-) | {"gradient_steps", "worker", "workers", "round"}
+) | {"gradient_steps", "worker", "workers", "round", "clock", "length"}
 
 
 class WorkerTensors:
@@ -36,6 +36,10 @@ class WorkerTensors:
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
         worker, workers: numbers; of stacked workers `worker` is a tensor with one entry for each.
         round: the number of the round; not in `global_model`.
+        clock: steps so far, in `before_gradient` and `after_gradient` only, and so is `length`. In
+            `after_gradient` the step and the steps without data that follow it are counted. Of
+            stacked workers it is a number if all have the same clock, else a tensor.
+        length: the number of steps of the round, H.
     """
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]], **known: Any):

@@ -47,6 +47,15 @@ def count(name: str, value: float | str) -> int:
     return round(check_number(name, found, "at least 1", low=below(1.0), shown=value))
 
 
+def size(number: float) -> str:
+    """Bytes with a unit: 12 B, 3.4 kB, 5.6 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.3g} TB"
+
+
 def _time(name: str, found: Any, value: float | str, unit: str, *, zero: bool) -> float:
     words = f"a time of 0 {unit} or more" if zero else f"a time of more than 0 {unit}"
     return check_number(name, found, words, low=below(0.0) if zero else 0.0, shown=value)

@@ -16,6 +16,7 @@ import torch
 from palsgd.auto_interval import AutoInterval
 from palsgd.digest import chained
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
+from palsgd.feed import Feed
 from palsgd.guard import WorkerReport, costs
 from palsgd.inner import InnerStep
 from palsgd.ledger import Ledger
@@ -27,7 +28,7 @@ from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message
-from palsgd.warmup import Warmup
+from palsgd.warmup import GradientSync, Warmup
 
 Exchange = Generator[Request, int, None]
 
@@ -46,6 +47,7 @@ class Progress:
     sent_at: list[int] = field(default_factory=list)  # the clock of each fragment's last sync
     # clock, gradient steps and mixing steps at the last entry of the ledger's history
     last_record: tuple[int, int, int] = (0, 0, 0)
+    gradient_s: float = 0.0  # the ledger's, at that entry
     rates: list[float] = field(default_factory=list)  # of each parameter group, in the last step
     rate_sums: list[float] = field(default_factory=list)  # of each parameter group, so far
     # gradient_steps and rate_sums at the last sync of each fragment
@@ -79,7 +81,7 @@ class Worker:
         self.meter, self.listeners = meter, listeners
         self.interval = interval  # None once H is settled
         self._first = (schedule, facts, interval)  # as it was built
-        self.at = self._no_progress()
+        self.at, self.feed = self._no_progress(), Feed()
         self._plan: tuple[int, list[bool]] = (-1, [])
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
         self.compares_position = False  # before its next exchange?
@@ -105,12 +107,17 @@ class Worker:
         return self.schedule.warms_up(self.at.clock)
 
     @property
+    def stays_apart(self) -> bool:
+        """May the local model differ from the anchor although the whole model was just synced?"""
+        blends = self._syncer is not None and bool(self._syncer.blend)
+        return blends or self.method.overrides("restart")
+
+    @property
     def leads(self) -> bool:
         """May the local model differ from the anchor right after a sync?"""
         delayed = any(span.delay for span in self.schedule.spans)
         will_be = self.interval is not None and self.interval.delay > 0
-        own = self.method.overrides("restart")
-        return self.schedule.fragments > 1 or delayed or will_be or own
+        return self.schedule.fragments > 1 or delayed or will_be or self.stays_apart
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -123,6 +130,7 @@ class Worker:
             yield from self._warmup_step()
         else:
             yield from self.prepare()
+            self._stay_local()
             self.at.synced = False
             self._tick_head()
             rate = self._gradient_step(self.method.gradient_share)
@@ -134,7 +142,7 @@ class Worker:
 
     def plain_step(self) -> bool:
         """Take a step with the present gradient if nothing else is due before or after it."""
-        if self.at.clock >= self._plain_until:
+        if self.at.clock >= self._plain_until or self.warmup.gradient_sync.on:
             return False
         self.at.synced = False
         rate = self._gradient_step(self.method.gradient_share)
@@ -151,8 +159,9 @@ class Worker:
             return
         if not self.at.has_anchor:
             yield from self._start_local_phase()
-        if self.leads:  # steps without data change the model, as the anchor differs from it
+        if self.leads or self._moved:  # then steps without data change the model
             yield from self._to_next_gradient(None)
+        if self.leads:
             return
         while not self._at_end() and self._mixing_run() == self._to_next_due():
             self._tick_head()
@@ -165,7 +174,7 @@ class Worker:
         while True:
             run = 0 if self._at_end() or self._due() else self._mixing_run()
             if run or rate is not None:
-                self._after_gradient(rate, self._tick_without_data(run))
+                self._mix(rate, run)
             rate = None
             if self._due():
                 yield from self._run_due()
@@ -178,46 +187,79 @@ class Worker:
 
     def _warmup_step(self) -> Exchange:
         before = self.ledger.bytes_sent
+        self.inner.replica.check_unchanged()
         if self.warmup.in_step:
             yield from self._compare_positions(PHASES[0])
             self.meter.gradient_done()
             with self.meter.watch.timing("sync_s"):
-                yield from self.warmup.average(self.at.clock, self._count_message)
+                sound = yield from self.warmup.average(self.at.clock, self._count_message)
             self.meter.leave_step()
-        elif self.facts.workers > 1:
-            sent = sum(g.nbytes for g in self.inner.replica.grads() if g is not None)
-            self.ledger.bytes_sent += sent
-            self.ledger.bytes_on_the_wire += wire_bytes(sent, self.facts.workers)
-        self._gradient_step(1.0)
+        else:
+            sound = self.warmup.may_step(self.at.clock)
+            self._count_averaged()
+        if sound:
+            self._gradient_step(1.0)
+        else:
+            self._skip_step()
         self.ledger.warmup_steps += 1
         self.ledger.syncs += 1
         if not self.warming_up:
             self.warmup.switch(on=False)
         sent = self.ledger.bytes_sent - before
-        self._tell(Averaged, bytes_sent=sent)
+        self._tell(Averaged, bytes_sent=sent, skipped=not sound)
+
+    def _skip_step(self) -> None:
+        """Count a step whose gradient is not finite, without taking it."""
+        self.meter.gradient_done()
+        self.at.gradient_steps += 1
+        self.ledger.gradient_steps += 1
+        self.ledger.skipped_steps += 1
+        self._tick()
+
+    def _count_averaged(self) -> None:
+        """Count what the wrapper of the model has sent in forward and backward."""
+        workers, wrapper = self.facts.workers, self.warmup.gradient_sync
+        averaged = wrapper.averaged_bytes(self.inner.replica.grads())
+        broadcast = wrapper.broadcast_bytes() if self.number == 0 else 0
+        if workers > 1:
+            self.ledger.bytes_sent += averaged + broadcast
+            self.ledger.bytes_on_the_wire += wire_bytes(averaged, workers)
+            self.ledger.bytes_on_the_wire += broadcast * (workers - 1)
+
+    def _stay_local(self) -> None:
+        """Look whether the wrapper of the model has averaged this gradient, and keep a digest of
+        the first gradient of the local phase, which shows what averaged it behind our back."""
+        wrapper, guard = self.warmup.gradient_sync, self.syncer.guard
+        if wrapper.on:
+            self._count_averaged()
+            wrapper.keep_local()
+        if guard.awaits_gradient:
+            guard.saw_gradient(self.inner.replica.flat_grads())
 
     def _start_local_phase(self) -> Exchange:
         """Set the anchor to the model, after the workers have compared their models."""
-        syncer, at = self.syncer, self.at
+        syncer, at, warmup = self.syncer, self.at, self.warmup
         yield from self._compare_positions(PHASES[1])
+        self.inner.replica.check_unchanged()
+        self.inner.replica.check_held()
         syncer.anchor.set_from_local()
-        syncer.buffers.set_from_local()
-        guard, like = syncer.guard, syncer.memory.template
-        report = guard.report(
+        if syncer.averaged is not None:
+            syncer.averaged.open()
+        report = syncer.guard.report(
             chained([syncer.anchor.digest(), syncer.states.digest(None)]),
             finite=True,
             meter=self.meter,
             steps=at.gradient_steps,
             device=self.inner.replica.device,
+            buffer=0 if warmup.in_step else warmup.buffers.nonfinite(),
         )
-        header = guard.encode(report, like)
-        syncer.count_message((yield Message(header)))
-        guard.check_alike(header, f"the start of the local phase (clock {at.clock})")
+        reports = yield from warmup.open_local_phase(report, at.clock, self._count_message)
         at.has_anchor = True
-        self._count_all(guard.header.decode(header), at.clock)
+        self._count_all(reports, at.clock)
         at.sent_at = [at.clock] * at.fragments
         at.marks = [self._mark()] * at.fragments
         at.last_record = (at.clock, at.gradient_steps, self.ledger.mixing_steps)
+        at.gradient_s = self.ledger.gradient_s
         self._extend_schedule()
 
     def _gradient_step(self, share: float) -> list[float]:
@@ -237,7 +279,7 @@ class Worker:
 
     @torch.no_grad()
     def _before_gradient(self) -> None:
-        w = self.syncer.view.with_gradients(round=self.schedule.round_of(self.at.clock))
+        w = self.syncer.view.with_gradients(**self._when(self.at.clock))
         if w.grad:  # torch's functions on lists refuse empty ones
             self.method.before_gradient(w)
         self.syncer.states.keep_scalars(w)
@@ -245,7 +287,7 @@ class Worker:
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole(round=self.schedule.round_of(self.at.clock - 1))
+        w = self.syncer.view.whole(**self._when(self.at.clock - 1))
         with torch.no_grad():
             weights = self.method.after_gradient(w, rate, mixing)
         self.syncer.states.keep_scalars(w)
@@ -255,21 +297,47 @@ class Worker:
             self.meter.mixing_done()
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
 
-    def _tick_without_data(self, steps: int) -> list[list[float]]:
-        """Count steps without data. Returns the learning rates at each of them."""
-        rates = []
+    def _when(self, step: int) -> dict[str, int]:
+        """What a rule is told of the time, for a step that begins or began at this clock."""
+        round, length = self.schedule.round_of(step), self.schedule.length(step)
+        return {"round": round, "length": length, "clock": self.at.clock}
+
+    def _mix(self, rate: list[float] | None, steps: int) -> None:
+        """Count steps without data and run the rule for them. If the method refuses one of them,
+        the steps before it are done and counted, and it is not."""
+        mixing, refusal = self._tick_without_data(steps)
+        self._after_gradient(rate, mixing)
+        if refusal is not None:
+            raise refusal
+
+    def _tick_without_data(self, steps: int) -> tuple[list[list[float]], ValueError | None]:
+        """Count steps without data, up to one that the method refuses. Returns the learning rates
+        at each of them, and the refusal."""
+        rates: list[list[float]] = []
         for _ in range(steps):
-            self.at.rates = self.inner.rates()
-            rates.append(self.at.rates)
+            now, clock = self.inner.rates(), self.at.clock
+            try:
+                self.method.check_step(now, clock, self.schedule.length(clock))
+            except ValueError as refusal:
+                return rates, refusal
+            self.at.rates = now
+            rates.append(now)
             self.ledger.mixing_steps += 1
             self._tick()
-        return rates
+        return rates, None
+
+    @property
+    def _moved(self) -> bool:
+        """Has a gradient step changed the local model since the last sync?"""
+        return self.at.gradient_steps > self.at.marks[0][0]
 
     def _tick_head(self) -> None:
         """Count the steps without data at the head of a round if the local model is equal to the
         anchor, where they change nothing. Otherwise `prepare` has run them."""
-        if not self.leads:
-            self._tick_without_data(self._mixing_run())
+        if not self.leads and not self._moved:
+            _, refusal = self._tick_without_data(self._mixing_run())
+            if refusal is not None:
+                raise refusal
 
     def _tick(self) -> None:
         self.at.clock += 1
@@ -283,6 +351,8 @@ class Worker:
         self._plain_until = -1
         clock = self.at.clock
         if not self.at.has_anchor or self.warming_up or self._at_end() or self._due():
+            return
+        if self.syncer.guard.awaits_gradient:
             return
         stop = clock + self._to_next_due()
         round, offset = self.schedule.place(clock)
@@ -380,28 +450,66 @@ class Worker:
     def _run_due(self) -> Exchange:
         """Do everything that is due at this clock."""
         due = self._due()
-        if not due:
+        if due:
+            yield from self._exchange(due, self.schedule.round_of(self.at.clock - 1))
+
+    def finish(self) -> Exchange:
+        """Apply what is pending, and sync every fragment in a sync that says that this worker has
+        finished. In the warm-up all local models are equal and nothing is to be done.
+
+        The fragment that the schedule sends next comes first, in the way in which the schedule
+        sends it. A worker that has not finished meets it there with a message of the same size, so
+        that all workers can read in its header who has finished."""
+        if not self.at.has_anchor:
             return
+        guard, pending, clock = self.syncer.guard, self.syncer.pending, self.at.clock
+        # A worker that has not stepped since a sync is in the round that comes next, where it may
+        # meet others that have.
+        round = self.schedule.round_of(clock - 1 if clock > max(self.at.sent_at) else clock)
+        due = [] if pending is None else [Due("apply", pending.at.fragment)]
+        guard.finished = True
+        try:
+            yield from self._exchange(due + self._last_syncs(), round)
+        finally:
+            guard.finished = False
+
+    def _last_syncs(self) -> list[Due]:
+        first, count = self._next_fragment(), self.at.fragments
+        order = [(first + i) % count for i in range(count)]
+        kinds = ("send", "apply") if self.schedule.span(self.at.clock).delay else ("sync",)
+        return [Due(kind, fragment) for fragment in order for kind in kinds]
+
+    def _next_fragment(self) -> int:
+        """The fragment that is sent next if training goes on."""
+        schedule, clock = self.schedule.with_end(None), self.at.clock
+        late = [f for f in schedule.sends(clock) if self.at.sent_at[f] < clock]
+        while not late:
+            clock = schedule.next_due(clock)
+            late = schedule.sends(clock)
+        return late[0]
+
+    def _exchange(self, due: list[Due], round: int) -> Exchange:
         through: list[Outcome] = []
         for kind, fragment in due:
             if kind == "sync" or (kind == "send" and self.compares_position):
                 yield from self._compare_positions(PHASES[2])
+            outcome = None
             if kind == "apply":
-                through.append((yield from self.syncer.apply()))
+                outcome = yield from self.syncer.apply()
             elif kind == "send":
-                yield from self.syncer.send(self._moment(fragment))
+                trains = not self.syncer.guard.finished
+                yield from self.syncer.send(self._moment(fragment, round), trains=trains)
             else:
                 with self.meter.whole_sync(exactly=self.interval is not None):
-                    outcome = yield from self.syncer.sync(self._moment(fragment))
-                through.append(outcome)
+                    outcome = yield from self.syncer.sync(self._moment(fragment, round))
             if kind != "apply":
                 self.at.sent_at[fragment] = self.at.clock
                 self.at.marks[fragment] = self._mark()
             if kind == "send":
-                round = self.schedule.round_of(self.at.clock - 1)
                 self._tell(Sent, round=round, fragment=fragment)
-            else:
-                self._synced(through[-1])
+            elif outcome is not None:
+                through.append(outcome)
+                self._synced(outcome)
         self.meter.skip()
         for number, outcome in enumerate(through):
             self._tell_synced(outcome, completes=number == len(through) - 1)
@@ -458,7 +566,7 @@ class Worker:
     def _mark(self) -> tuple[int, tuple[float, ...]]:
         return self.at.gradient_steps, tuple(self.at.rate_sums)
 
-    def _moment(self, fragment: int) -> Moment:
+    def _moment(self, fragment: int, round: int) -> Moment:
         clock, (steps, sums) = self.at.clock, self.at.marks[fragment]
         delay = self.schedule.span(clock - 1).delay
         measured = self.interval is not None
@@ -466,13 +574,14 @@ class Worker:
         return Moment(
             fragment=fragment,
             clock=clock,
-            round=self.schedule.round_of(clock - 1),
+            round=round,
             due=clock + delay,
             gradient_steps=self.at.gradient_steps - steps,
             rate_sums=tuple(a - b for a, b in zip(self.at.rate_sums, sums, strict=True)),
-            step_s=self.meter.step_seconds(since) if measured else 0.0,
+            step_s=self.meter.step_seconds(since, since=self.at.gradient_s) if measured else 0.0,
             rates=tuple(self.at.rates or self.inner.rates()),
             taken=self.at.gradient_steps,
+            idle=clock == self.at.sent_at[fragment],
         )
 
     def _synced(self, outcome: Outcome) -> None:
@@ -483,6 +592,7 @@ class Worker:
         self._record(outcome)
         if outcome.at.fragment == at.fragments - 1:
             at.rounds += 1
+            self.syncer.round_ended()
             self._choose_interval(outcome)
             self._extend_schedule()
 
@@ -512,9 +622,9 @@ class Worker:
     def _record(self, outcome: Outcome) -> None:
         if self.interval is not None:
             self.interval.note(costs(outcome.reports))
-        self.meter.sync_done()
         at, ledger = self.at, self.ledger
         clock, gradients, mixing = at.last_record
+        at.gradient_s = ledger.gradient_s
         at.last_record = (at.clock, at.gradient_steps, ledger.mixing_steps)
         ledger.syncs += 1
         ledger.distance = outcome.distance
@@ -637,4 +747,12 @@ class Worker:
         self._plan, self._plain_until = (-1, []), -1
         self.compares_position = True
         self.warmup.compared = False
+        self.warmup.guard.await_gradient()
         self.warmup.switch(on=self.warming_up)
+
+    def attach(self, wrapper: GradientSync) -> None:
+        """From now on `wrapper` averages the gradients in the warm-up."""
+        self.warmup.gradient_sync = wrapper
+        self.warmup.switch(on=self.warming_up)
+        self.warmup.guard.await_gradient()
+        self._plain_until = -1

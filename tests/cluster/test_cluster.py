@@ -153,7 +153,7 @@ def test_constant_rounds_take_their_steps_and_their_syncs():
     assert found.clocks == [16, 32, 48, 64, 80]
     assert found.wait_s == 0
     assert found.exchange_s == pytest.approx(5 * (sync + 0.3))
-    header = 4 * 4 * 8  # four numbers of each worker
+    header = 4 * 9 * 8  # nine numbers of each worker
     assert found.bytes_sent == 5 * (4 * MODEL + header)
     assert found.bytes_on_the_wire == 5 * 2 * 7 * (4 * MODEL + header) // 8
 
@@ -433,7 +433,7 @@ def test_a_simulation_tells_the_time_on_the_cluster_by_its_own_plans(engine):
     how = dict(mix_prob=0.3, mix_rate=0.1, draws="independent", seed=7, warmup_steps=2)
     run = simulated(on=place, engine=engine, steps=2 + 48, **how)
     step = 0.05 + place.network.all_reduce(15 * 4)
-    sync = place.network.all_reduce(15 * 4 + 4 * 4 * 3)  # and four numbers of each worker
+    sync = place.network.all_reduce(15 * 4 + 4 * 9 * 3)  # and nine numbers of each worker
     expected = [step, 2 * step]
     for round in range(3):
         plans = [

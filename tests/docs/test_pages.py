@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import palsgd
 from palsgd import events, state
@@ -78,6 +79,26 @@ def test_the_page_lists_every_member_of_a_contract_and_none_that_is_gone(title, 
     listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
     assert listed == public(kind) - left_out
 
+
+# -- docs/two-levels.md ----------------------------------------------------------------------------
+
+
+def trained_by_the_page():
+    code = executed("docs/two-levels.md", *code_blocks(page("docs/two-levels.md")))
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    opt = code["train"](net, [(inputs, inputs.sum(1, keepdim=True))], ranks_per_worker=2, steps=16)
+    return opt.clock, opt.transport.workers, parameters(net).tolist()
+
+
+def test_the_loop_of_the_page_on_two_levels_trains_two_workers_of_two_ranks(world):
+    got = world.run(trained_by_the_page, workers=4)
+    assert all(found == got[0] for found in got)  # the last step is a sync
+    assert got[0][:2] == (16, 2)
+
+
+# -- docs/extending.md: what `w` has ---------------------------------------------------------------
 
 FUNCTIONS = {"norm", "group", "mix_group"}
 COLUMNS = ("before_gradient", "after_gradient", "apply", "global_model")  # one slot of each

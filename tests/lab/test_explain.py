@@ -281,6 +281,17 @@ def test_the_largest_mix_rate_that_fits_is_accepted_and_more_refused():
     assert any("refused" in text and "<= 20" in text for text in remarked(mix_rate=20.1))
 
 
+def test_the_weight_of_a_mixing_step_is_explained_for_a_pull():
+    pulled = QUIET.changed({"pull": "0.5"})
+    text = " ".join(printed(pulled).split())
+    assert "beta = 1 - (1 - pull)^(1 / (mix_prob * 8)) = 0.352" in text
+    assert "together go 50% of it" in text
+    assert remarks(forecast(pulled)) == []
+    assert any(
+        "use a larger pull" in text for text in remarks(forecast(pulled.changed({"pull": "0.001"})))
+    )
+
+
 def test_beta_follows_the_schedule_of_the_local_phase():
     # half a cosine over 325 steps, of which the local phase has all but the first 165
     settings = replace(QUIET, schedule="cosine", warmup_steps=165)

@@ -101,6 +101,20 @@ def test_the_loss_in_chunks_is_cross_entropy(monkeypatch, chunk_bytes, words):
     )
 
 
+def test_the_loss_is_the_same_where_torch_cannot_compile_it(monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(module, "_gains_from_fusion", lambda logits: True)
+    monkeypatch.setattr(module, "_compiled", fails)
+    hidden, weight = torch.randn(6, 4), torch.randn(9, 4)
+    targets = torch.randint(9, (6,))
+    for _ in range(2):
+        mine = linear_cross_entropy(hidden.requires_grad_(), weight, targets)
+        torch.testing.assert_close(mine, cross_entropy(hidden @ weight.T, targets))
+    assert caplog.text.count("slower, as torch.compile says: no C compiler") == 1
+
+
 def test_the_operator_passes_torchs_own_checks():
     hidden, weight = torch.randn(2, 6, 4), torch.randn(2, 9, 4)
     inputs = (hidden.requires_grad_(), weight.requires_grad_(), torch.zeros(2, 6).long())

@@ -15,20 +15,15 @@ import numpy as np
 import pytest
 
 from palsgd.lab import bench_link
-from palsgd.lab.links import Link, Network, unavailable
+from palsgd.lab.links import Link, Network, kernel
 from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
 from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.payload import wire_bytes
+from support import namespaces as namespaces_support
 from support.commands import palsgd, started, summary, wait_for
 from support.holding import holder
+from support.namespaces import needs_namespaces
 from support.patience import patient
-
-REASON = unavailable()
-
-
-def emulated(test):
-    """Marks a test that needs namespaces. Setting them up makes each of these slow."""
-    return pytest.mark.slow(pytest.mark.skipif(REASON is not None, reason=str(REASON))(test))
 
 
 def script(code: str) -> list[str]:
@@ -90,8 +85,25 @@ def answers(network: Network, *, count: int, patience: float) -> dict[int, list[
     return {each.worker: json.loads(each.stdout) for each in done[1:]}
 
 
-@emulated
-def test_a_packet_is_delayed_by_its_sender_so_a_round_trip_takes_both_delays():
+NETEM = os.geteuid() == 0 and kernel.unavailable() is None and kernel.has_netem()
+
+
+@pytest.fixture(params=["netem", "delay line"] if NETEM else ["delay line"])
+def delays(request, monkeypatch):
+    """Delay and loss by netem where the kernel has it, and by the delay line in its place."""
+    if request.param == "delay line":
+        monkeypatch.setattr(kernel, "has_netem", lambda: False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may make namespaces")
+def test_where_root_cannot_make_namespaces_the_tests_that_need_them_fail(monkeypatch):
+    monkeypatch.setattr(namespaces_support, "unavailable", lambda: "no veth here")
+    with pytest.raises(pytest.fail.Exception, match="no veth here"):
+        needs_namespaces(lambda: None)()
+
+
+@needs_namespaces
+def test_a_packet_is_delayed_by_its_sender_so_a_round_trip_takes_both_delays(delays):
     with Network(3, Link(delay_ms=40.0), others={2: Link(delay_ms=100.0)}) as network:
         seconds = answers(network, count=5, patience=2.0)
     assert len(seconds[1]) == len(seconds[2]) == 5
@@ -99,8 +111,10 @@ def test_a_packet_is_delayed_by_its_sender_so_a_round_trip_takes_both_delays():
     assert min(seconds[2]) >= 0.140
 
 
-@emulated
-def test_a_lossy_link_drops_its_share_of_what_that_worker_sends_and_no_other_link_drops_any():
+@needs_namespaces
+def test_a_lossy_link_drops_its_share_of_what_that_worker_sends_and_no_other_link_drops_any(
+    delays,
+):
     with Network(3, others={2: Link(loss=0.3)}) as network:
         seconds = answers(network, count=200, patience=0.05)
     # Binomial(200, 0.7) is within 105 and 175 but for one case in 10 million; worker 1, which may
@@ -132,7 +146,7 @@ TRANSFER = """
 """
 
 
-@emulated
+@needs_namespaces
 @pytest.mark.parametrize(
     "links",
     [
@@ -151,7 +165,7 @@ def test_no_more_gets_through_than_the_rate_of_the_slower_end_allows(links):
     assert float(seconds) >= 8 * (size - free) / rate
 
 
-@emulated
+@needs_namespaces
 def test_bytes_sent_counts_each_workers_packets_with_their_headers():
     size = 250_000
     with Network(3, Link("100mbit")) as network:
@@ -166,7 +180,7 @@ def test_bytes_sent_counts_each_workers_packets_with_their_headers():
 # -- processes -----------------------------------------------------------------------------------
 
 
-@emulated
+@needs_namespaces
 def test_workers_find_what_torch_distributed_wants_to_know():
     code = """
         import os
@@ -185,7 +199,7 @@ def test_workers_find_what_torch_distributed_wants_to_know():
         assert each.stdout.strip() == f"{ {'RANK': str(rank)} | wanted } True /"
 
 
-@emulated
+@needs_namespaces
 def test_an_all_reduce_over_gloo_gives_the_sum_and_sends_what_a_ring_sends():
     code = """
         import sys, torch, torch.distributed as dist
@@ -204,7 +218,7 @@ def test_an_all_reduce_over_gloo_gives_the_sum_and_sends_what_a_ring_sends():
         assert 1.0 <= each / wire_bytes(1e6, 3) < 1.2
 
 
-@emulated
+@needs_namespaces
 def test_a_worker_that_fails_is_named_with_its_last_line_and_the_others_are_ended():
     code = """
         import os, sys, time
@@ -219,7 +233,7 @@ def test_a_worker_that_fails_is_named_with_its_last_line_and_the_others_are_ende
         assert pids_of(namespaces()) == []
 
 
-@emulated
+@needs_namespaces
 def test_workers_that_take_too_long_are_named_and_ended():
     code = 'import os, time; time.sleep(600 if os.environ["RANK"] != "1" else 0)'
     with Network(3) as network:
@@ -228,7 +242,7 @@ def test_workers_that_take_too_long_are_named_and_ended():
         assert pids_of(namespaces()) == []
 
 
-@emulated
+@needs_namespaces
 def test_a_server_on_this_machine_is_reached_by_all_workers():
     code = """
         import socket, sys
@@ -257,7 +271,7 @@ def pids_of(names: list[str]) -> list[str]:
 # -- nothing is left behind ----------------------------------------------------------------------
 
 
-@emulated
+@needs_namespaces
 def test_two_networks_at_once_do_not_meet():
     with Network(1) as one, Network(1) as other:
         assert len(namespaces()) == 4
@@ -265,7 +279,7 @@ def test_two_networks_at_once_do_not_meet():
     assert namespaces() == interfaces(os.getpid()) == []
 
 
-@emulated
+@needs_namespaces
 def test_a_process_that_a_worker_left_running_ends_with_the_network():
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     with Network(1) as network:
@@ -274,14 +288,14 @@ def test_a_process_that_a_worker_left_running_ends_with_the_network():
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
 
 
-@emulated
+@needs_namespaces
 def test_an_exception_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), Network(2, Link("1mbit", delay_ms=5.0)):
         raise ZeroDivisionError
     assert namespaces() == interfaces(os.getpid()) == []
 
 
-@emulated
+@needs_namespaces
 def test_a_network_that_cannot_be_built_leaves_nothing_behind(monkeypatch):
     from palsgd.lab.links import network as module
 
@@ -316,7 +330,7 @@ def comm(pid: str) -> str:
         return ""
 
 
-@emulated
+@needs_namespaces
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_the_process_leaves_nothing_behind(number):
     with holder() as process:
@@ -329,7 +343,7 @@ def test_a_signal_that_ends_the_process_leaves_nothing_behind(number):
         assert not any(map(comm, workers))
 
 
-@emulated
+@needs_namespaces
 def test_of_a_killed_process_nothing_survives_and_the_next_network_removes_the_namespaces():
     with holder() as process:
         workers = workers_of(process.pid)
@@ -347,7 +361,7 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-@emulated
+@needs_namespaces
 def test_a_network_in_use_is_nobodys_leftover():
     with holder() as process:
         held = namespaces(process.pid)
@@ -356,7 +370,7 @@ def test_a_network_in_use_is_nobodys_leftover():
         assert namespaces(process.pid) == held
 
 
-@emulated
+@needs_namespaces
 def test_a_namespace_older_than_the_process_of_its_number_is_left_over():
     with Network(1):
         time.sleep(2.1)  # times of processes and namespaces are compared to the second
@@ -379,7 +393,7 @@ def test_a_namespace_older_than_the_process_of_its_number_is_left_over():
 TINY = ("digits", "--workers", 2, "--steps", 8, "--sync-every", 4, "--quiet")
 
 
-@emulated
+@needs_namespaces
 def test_bench_link_runs_all_methods_and_its_ledgers_agree_with_the_kernel(tmp_path):
     said = palsgd("bench", "link", *TINY, "--rate", "20mbit", "--latency", 2, "--slow-worker",
                   "10mbit", "--out", tmp_path / "x")  # fmt: skip
@@ -422,7 +436,7 @@ def test_bench_link_without_namespaces_says_why_and_projects(tmp_path, monkeypat
         assert record["projected_communicating"] == pytest.approx(wire / total)
 
 
-@emulated
+@needs_namespaces
 def test_ctrl_c_ends_bench_link_with_one_line_and_nothing_behind(tmp_path):
     with started("bench", "link", *TINY, "--steps", 100_000, "--out", tmp_path / "x") as process:
         wait_for(lambda: len(namespaces(process.pid)) == 3, process=process)

@@ -165,6 +165,21 @@ def test_what_the_recipe_has_for_a_method_is_the_methods():
     assert settings.mix_rate == 2.0
 
 
+def test_pull_takes_the_place_of_mix_rate_and_the_reverse():
+    pulled = base.changed({"mix_rate": "2"}).changed({"pull": "0.3"})
+    assert own_settings(pulled) == {"mix_prob": 0.1, "pull": 0.3}
+    assert own_settings(pulled.changed({"mix_rate": "2"})) == {"mix_prob": 0.1, "mix_rate": 2.0}
+    with pytest.raises(ValueError, match=r"mix_rate=2 and pull=0.3 both say"):
+        base.changed({"mix_rate": "2", "pull": "0.3"})
+    with pytest.raises(ValueError, match=r"pull=1.5 must be in \[0, 1\]"):
+        base.changed({"pull": "1.5"})
+
+
+def test_every_recipe_says_how_strong_its_mixing_steps_are():
+    for settings in workloads.recipes().values():
+        assert settings.mix_rate is not None or settings.pull is not None
+
+
 def test_a_setting_may_be_none_where_the_method_says_so():
     assert base.changed({"rate": "none"}).method_settings == {"rate": None}
     assert base.changed({"rate": "0.1"}).method_settings == {"rate": 0.1}

@@ -85,7 +85,7 @@ def test_warmup_steps_and_seed_must_be_whole_and_not_negative(name, value):
     refused(lambda: build(**{name: value}), f"{name}={value!r}", "whole number >= 0")
 
 
-@pytest.mark.parametrize("value", [-1.0, NAN, math.inf, None, "2"])
+@pytest.mark.parametrize("value", [-1.0, NAN, math.inf, "2"])
 def test_mix_rate_must_be_a_finite_number_from_0(value):
     refused(lambda: build(mix_rate=value), f"mix_rate={value!r}", "finite number >= 0")
 
@@ -166,17 +166,51 @@ def test_beta_of_exactly_1_and_0_are_legal():
     build(model, inner, mix_prob=0.025, mix_rate=0.0)
 
 
-def test_a_beta_that_a_schedule_drives_above_1_is_refused_when_it_is_met():
+def test_a_beta_that_a_schedule_drives_above_1_is_refused_at_construction():
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    rise = lambda opt: LambdaLR(opt, lambda t: 1.0 + t)  # noqa: E731
-    opt = build(model, inner, mix_prob=0.25, mix_rate=2.0, scheduler=rise)
+    rise = lambda opt: LambdaLR(opt, lambda t: 1.0 + t / 100)  # noqa: E731
+    refused(
+        lambda: build(model, inner, mix_prob=0.25, mix_rate=2.0, scheduler=rise),
+        "mix_rate=2", "beta=1.0", "group 0", "mix_rate <=", "at clock 26",
+    )  # fmt: skip
+    assert inner.param_groups[0]["lr"] == 0.1  # a copy was stepped
 
-    def train():
-        for _ in range(20):
-            step(model, opt)
 
-    refused(train, "mix_rate=2", "beta=", "group 0", "mix_rate <=")
+def test_a_beta_that_the_end_of_a_warm_up_of_the_rate_drives_above_1_is_refused_at_construction():
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(inner, 0.001, total_iters=20)
+    assert inner.param_groups[0]["lr"] < 2e-4
+    refused(lambda: build(model, inner, mix_rate=20.0), "beta=8", "lr=0.1", "mix_rate <= 2.5")
+
+
+def test_a_beta_above_1_that_lies_further_ahead_is_refused_when_the_length_is_known():
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    late = lambda opt: LambdaLR(opt, lambda t: 1.0 if t < 3000 else 20.0)  # noqa: E731
+    opt = build(model, inner, mix_rate=2.0, scheduler=late)
+    list(zip(range(3), palsgd.until([1], opt, steps=3000), strict=False))
+    refused(lambda: next(palsgd.until([1], opt, steps=4000)), "beta=16", "at clock 3000")
+
+
+def test_a_beta_above_1_that_nobody_foresaw_leaves_the_clock_at_the_steps_that_were_taken():
+    """The mixing step that is refused is not counted, and is taken once the rate is right again."""
+    model = linear()
+    opt = build(model, sync_every=16, mix_prob=0.5, mix_rate=2.0)
+    chosen = dict(seed=0, worker=0, round=0, sync_every=16, mix_prob=0.5, draws="balanced")
+    plan = palsgd.round_plan(**chosen)
+    first = plan.index(True, plan.index(False))  # the first mixing step that changes the model
+    for _ in range(plan[:first].count(False) - 1):
+        step(model, opt)
+    opt.param_groups[0]["lr"] = 1.0
+    refused(lambda: step(model, opt), "beta=4")
+    assert opt.clock == first
+    opt.param_groups[0]["lr"] = 0.05
+    step(model, opt)
+    taken = opt.ledger.mixing_steps, opt.gradient_steps
+    assert taken == (plan[: opt.clock].count(True), plan[: opt.clock].count(False))
+    assert opt.ledger.beta_max == pytest.approx(0.2)  # the step was mixed, not only counted
 
 
 # -- the model and its inner optimizer ---------------------------------------------------------
@@ -326,7 +360,7 @@ MISMATCHES = {
     "buffers": ("buffers", "'average'", "'local'"),
     "on_nonfinite": ("on_nonfinite", "'raise'", "'skip'"),
     "max_norm": ("max_norm", "None", "1.5"),
-    "outer lr": ("outer", "lr=0.2", "lr=0.125"),
+    "outer lr": ("outer", "lr=0.7", "lr=0.125"),
     "method": ("method", "'PALSGD'", "'DDP'"),
     "inner": ("inner", "'SGD'", "'AdamW'"),
     "shape": ("parameters",),

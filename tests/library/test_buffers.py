@@ -82,11 +82,13 @@ def equal(a, b):
 
 def counters_job(policy, warmup, bucket_mb):
     worker = dist.get_rank()
-    model = Counters(worker)
+    model = Counters(0)
     places = {name: b.data_ptr() for name, b in model.named_buffers()}
     opt = palsgd.DiLoCo(
         model, sgd(model), sync_every=1, warmup_steps=warmup, buffers=policy, bucket_mb=bucket_mb
     )
+    for name, own in Counters(worker).named_buffers():
+        model.get_buffer(name).copy_(own)
     a, y = batches(dtype=torch.float32)[0]
     mse(model, (a, y)).backward()
     opt.step()

@@ -343,7 +343,7 @@ def test_a_scheduler_given_to_the_optimizer_is_stepped_once_per_tick():
     build_schedule = lambda opt: torch.optim.lr_scheduler.LambdaLR(  # noqa: E731
         opt, lambda t: ticks.append(t) or 1.0
     )
-    model, opt = build(warmup_steps=3, scheduler=build_schedule)
+    model, opt = build(warmup_steps=3, mix_rate=None, pull=0.3, scheduler=build_schedule)
     train(model, opt, batches(), 30)
     assert ticks == list(range(31))
 

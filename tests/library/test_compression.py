@@ -48,10 +48,10 @@ def test_a_compressed_run_stays_near_the_uncompressed_one(world, compress, toler
 
 @pytest.mark.parametrize(("compress", "width"), [("bf16", 512), ("int8", 260), ("int4", 136)])
 def test_the_ledger_counts_what_is_handed_to_the_sockets(world, compress, width):
-    """Blocks of 256 in equal chunks for two workers, and eight numbers of the roll call."""
+    """Blocks of 256 in equal chunks for two workers, and nine numbers of each in the header."""
     _, ledger, size = world.run(train_job, workers=2, wide=True, compress=compress)[0]
     blocks = -(-size // (2 * BLOCK)) * 2
-    assert {e["bytes_sent"] for e in ledger["history"]} == {blocks * width + 8 * 4}
+    assert {e["bytes_sent"] for e in ledger["history"]} == {blocks * width + 18 * 4}
 
 
 def counted_job(compress):

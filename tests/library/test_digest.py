@@ -55,7 +55,7 @@ def test_the_digest_does_not_depend_on_how_the_tensor_is_cut(blocks, rest):
     assert folded(int(found.total())) == digest(flat)
 
 
-@pytest.mark.parametrize("shape", [(1000, 2), (8, 2 * COLUMNS), (3 * ROWS, 2 * COLUMNS), (4, 4)])
+@pytest.mark.parametrize("shape", [(1000, 2), (8, 2 * COLUMNS), (3 * ROWS, 2 * COLUMNS), (9, 4)])
 def test_rows_in_another_order_have_another_digest(shape):
     torch.manual_seed(1)
     matrix = torch.randn(shape)
@@ -66,7 +66,7 @@ def test_rows_in_another_order_have_another_digest(shape):
         order = torch.arange(shape[0])
         order[[first, first + 1]] = order[[first + 1, first]]
         seen.add(digest(matrix[order].view(-1)))
-    assert len(seen) >= 21  # of 4 rows, some orders may come twice
+    assert len(seen) == 24
 
 
 def test_blocks_in_another_order_have_another_digest():

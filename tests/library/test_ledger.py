@@ -106,9 +106,10 @@ def test_a_sync_sends_the_model_once_in_full_precision_and_a_small_header(
     )
     for ledger, elements in found:
         per_sync = [entry["bytes_sent"] for entry in ledger.history]
-        header = 4 * width * 2  # four numbers for each of two workers
+        header = 9 * width * 2  # nine numbers for each of two workers
         assert per_sync == [width * elements + header] * 3
-        assert ledger.bytes_sent == sum(per_sync) + header  # and once to open the local phase
+        opening = header + 6 * width * 2  # six more compare what is not trained
+        assert ledger.bytes_sent == sum(per_sync) + opening
         one = (
             bucket_mb == 128 or dtype == torch.bfloat16
         )  # which cannot hold means, bucket by bucket
@@ -205,3 +206,17 @@ def test_in_the_warmup_the_model_is_the_global_one():
     model, opt = build(warmup_steps=10)
     take_step(model, opt, batches()[0])
     np.testing.assert_array_equal(vector(model), global_vector(model, opt))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_ledger_prints_as_one_screen_however_long_the_run_was():
+    model, opt = build(sync_every=1)
+    train(model, opt, batches(), 300)
+    said = str(opt.ledger)
+    assert len(said.splitlines()) <= 10
+    assert all(len(line) < 100 for line in said.splitlines())
+    assert f"{opt.gradient_steps:,} gradient" in said
+    assert f"{opt.ledger.syncs:,} in {opt.ledger.messages:,} messages" in said
+    assert "300 syncs, in ledger.history" in said
+    assert "clock" not in repr(opt.ledger)
+    assert len(repr(opt.ledger)) < 600

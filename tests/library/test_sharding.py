@@ -249,7 +249,7 @@ def test_a_rank_sends_its_shard_and_no_more(world, kind, style):
     for held, total, sent in got:
         assert held < 0.7 * total
         for one in sent:
-            assert 8 * held <= one <= 8 * (held + 4 * 2)  # and the roll call of two workers
+            assert 8 * held <= one <= 8 * (held + 9 * 2)  # and the header of two workers
     assert got[0][0] + got[1][0] == got[0][1]
 
 

@@ -527,7 +527,8 @@ def test_a_state_from_the_warmup_loaded_into_a_used_optimizer_empties_the_outer_
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     opt = palsgd.DiLoCo(model, inner, sync_every=2, warmup_steps=3, transport=palsgd.Alone())
-    train(model, opt, batches(0), 2)
+    with pytest.warns(UserWarning, match="the warm-up lasts 3 steps and the run 2"):
+        train(model, opt, batches(0), 2)
     early = copy.deepcopy(opt.state_dict())
     train(model, opt, batches(0), 9)
     assert opt.outer.state

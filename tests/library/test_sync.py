@@ -40,7 +40,7 @@ class Spy(palsgd.Transport):
 
     def __init__(self, inner, look):
         self.worker, self.workers = inner.worker, inner.workers
-        self.combine, self.agree = inner.combine, inner.agree
+        self.gather_inside, self.agree = inner.gather_inside, inner.agree
         self._inner, self._look, self.calls = inner, look, 0
 
     def mean(self, message):

@@ -272,7 +272,7 @@ def payload_job(make_model, steps, **rules):
 
 
 def header(workers):
-    return 16 * workers
+    return 4 * 9 * workers
 
 
 def test_tied_weights_are_sent_once(world):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import palsgd
-from support.engines import METHODS, check
+from palsgd import registry
+from support.engines import METHODS, MIXING, check
 from support.problems import batches, linear, mse, net, vector
 
 INNER = {
@@ -427,3 +428,33 @@ def test_batches_whose_keys_change_are_taken_one_worker_after_another():
         return mse(model, (batch["x"], batch["y"]))
 
     check(*both(linear, "balanced", "sgd", data=data, loss=loss))
+
+
+# -- groups without a trained tensor -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("empty", ["frozen", "no tensor"])
+@pytest.mark.parametrize("name", registry.names())
+def test_a_parameter_group_without_a_trained_tensor_changes_nothing(name, empty):
+    def model():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)).double()
+        net[0].requires_grad_(False)
+        return net
+
+    def method(net):
+        first = list(net[0].parameters()) if empty == "frozen" else []
+        groups = [{"params": first, "lr": 0.1}, {"params": list(net[1].parameters())}]
+        rules = dict(sync_every=5, warmup_steps=3) if registry.row(name).rounds else {}
+        rules |= MIXING if registry.row(name).mixes else {}
+        momentum = 0.0 if name == "scaffold" else 0.9
+        kind = getattr(palsgd.methods, registry.row(name).title)
+        return kind(net, torch.optim.SGD(groups, lr=0.05, momentum=momentum), **rules)
+
+    def run(vectorize):
+        return palsgd.simulate(
+            workers=3, steps=14, model=model, loss=mse, data=batches, method=method,
+            vectorize=vectorize,
+        )  # fmt: skip
+
+    check(run(True), run(False))

@@ -27,7 +27,7 @@ OUTER = {
 RULES = dict(sync_every=6, mix_prob=0.3, mix_rate=2.0, seed=11)
 
 
-def expected(inner, outer, workers, steps, draws, lr=lambda t: LR, **rules):
+def expected(inner, outer, workers, steps, draws, lr=lambda t: LR, beta=None, **rules):
     rules = RULES | rules
     H, p = rules["sync_every"], rules["mix_prob"]
     plan = lambda k, r: palsgd.round_plan(  # noqa: E731
@@ -36,5 +36,5 @@ def expected(inner, outer, workers, steps, draws, lr=lambda t: LR, **rules):
     return algorithm1(
         regression_start(), regression_gradient, workers=workers, steps=steps, H=H, p=p,
         eta=rules["mix_rate"], lr=lr, inner=INNER[inner][1], outer=OUTER[outer][1], plan=plan,
-        warmup=rules.get("warmup_steps", 0),
+        warmup=rules.get("warmup_steps", 0), beta=beta,
     )  # fmt: skip

@@ -3,8 +3,11 @@
 import numpy as np
 
 
-def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0):
-    """`gradient(k, x, i)` is worker k's i-th gradient at x; `plan(k, r)` its coins in round r."""
+def algorithm1(
+    x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0, beta=None
+):
+    """`gradient(k, x, i)` is worker k's i-th gradient at x; `plan(k, r)` its coins in round r;
+    `beta(t)` the weight of a mixing step, if it is not lr(t) eta / p."""
     anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
     inner_opt, outer_opt = [inner() for _ in range(workers)], outer()
     drawn = [0] * workers  # batches each worker has used
@@ -19,7 +22,8 @@ def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, pla
         round, place = divmod(t - warmup, H)
         for k in range(workers):
             if plan(k, round)[place]:
-                local[k] = local[k] - lr(t) * eta / p * (local[k] - anchor)
+                weight = lr(t) * eta / p if beta is None else beta(t)
+                local[k] = local[k] - weight * (local[k] - anchor)
             else:
                 g = gradient(k, local[k], drawn[k])
                 local[k] = inner_opt[k](local[k], g, lr(t) / (1 - p))
@@ -31,10 +35,13 @@ def algorithm1(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, pla
     return anchor
 
 
-def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, delay, parts):
+def lagged(
+    x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, delay, parts, blend=None
+):
     """Algorithm 1 with syncs that take `delay` steps, of the elements `parts[0]`, `parts[1]`, ...
     in turn within a round. A part that comes back is the global model's, with what the local one
-    has gained since it was sent."""
+    has gained since it was sent; with `blend`, that share of the local one and the rest of the
+    global one."""
     anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
     inner_opt, outer_opt = [inner() for _ in range(workers)], [outer() for _ in parts]
     drawn, flying = [0] * workers, []  # (clock, part, mean, local models at departure)
@@ -50,7 +57,9 @@ def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, d
             for _, _, mean, then in [c for c in flying if c[1] == f and t + 1 in (c[0], steps)]:
                 anchor[part] = outer_opt[f](anchor[part], mean)
                 for k in range(workers):
-                    local[k][part] = anchor[part] + local[k][part] - then[k]
+                    kept = anchor[part] + local[k][part] - then[k]
+                    blended = (blend or 0) * local[k][part] + (1 - (blend or 0)) * anchor[part]
+                    local[k][part] = kept if blend is None else blended
             flying = [c for c in flying if not (c[1] == f and t + 1 in (c[0], steps))]
         for f, part in enumerate(parts):
             if place + 1 == (f + 1) * H // len(parts) or t + 1 == steps:
@@ -60,7 +69,8 @@ def lagged(x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, d
                 else:
                     anchor[part] = outer_opt[f](anchor[part], mean)
                     for k in range(workers):
-                        local[k][part] = anchor[part]
+                        own = (blend or 0) * local[k][part]
+                        local[k][part] = own + (1 - (blend or 0)) * anchor[part]
     return anchor
 
 

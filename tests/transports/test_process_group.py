@@ -84,19 +84,43 @@ def shards_job():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     param = distribute_tensor(torch.arange(4.0), mesh, [Replicate(), Shard(0)])
     transport = find_transport([param], None)
-    count, norm = torch.tensor([1]), torch.tensor([0.5])
-    transport.combine(count)
+    row, norm = torch.tensor([dist.get_rank()]), torch.tensor([0.5])
+    rows = transport.gather_inside(row).tolist()
     transport.sum_over_shards(norm)
     return (
         (is_sharded(param), is_sharded(torch.ones(1)), local_tensor(param).tolist()),
-        (transport.worker, transport.workers, transport.rank_inside, int(count), float(norm)),
+        (transport.worker, transport.workers, transport.rank_inside, rows, float(norm)),
     )
 
 
 def test_ranks_of_a_sharded_model_are_one_worker_and_add_up_over_its_shards(world):
     got = world.run(shards_job, workers=2)
-    assert got[0] == ((True, False, [0.0, 1.0]), (0, 1, 0, 2, 1.0))
-    assert got[1] == ((True, False, [2.0, 3.0]), (0, 1, 1, 2, 1.0))
+    assert got[0] == ((True, False, [0.0, 1.0]), (0, 1, 0, [[0], [1]], 1.0))
+    assert got[1] == ((True, False, [2.0, 3.0]), (0, 1, 1, [[0], [1]], 1.0))
+
+
+def parts_job(takes_sum, length):
+    ranks = 2
+    inside, across = (
+        [dist.new_group(group) for group in groups]
+        for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    )
+    worker, rank = divmod(dist.get_rank(), ranks)
+    transport = ProcessGroupTransport(across[rank], inside[worker])
+    message = Message(torch.arange(float(length)) + 10 * worker, takes_sum=takes_sum)
+    sent = transport.exchange(message)
+    message.divide()
+    transport.sum_over_shards(message.values)  # copies are not added up
+    return message.values.tolist(), sent
+
+
+@pytest.mark.parametrize("takes_sum", [True, False])
+@pytest.mark.parametrize("length", [1, 7])
+def test_ranks_that_hold_copies_exchange_one_part_each(world, takes_sum, length):
+    got = world.run(parts_job, workers=4, takes_sum=takes_sum, length=length)
+    assert all(values == [5.0 + i for i in range(length)] for values, _ in got)
+    first = (length + 1) // 2
+    assert [sent for _, sent in got] == [4 * first, 4 * (length - first)] * 2
 
 
 def test_without_a_process_group_the_remedy_is_named():

@@ -80,6 +80,11 @@ def check(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
     """Refuse what cannot be run, before anything is."""
     for settings in runs.values():
         check_method(settings)
+        if settings.ranks_per_worker > 1:
+            raise ValueError(
+                f"ranks_per_worker={settings.ranks_per_worker} has no links of its own here, where "
+                "a link belongs to a worker; use ranks_per_worker=1"
+            )
     check_device(options.device)
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
         raise ValueError(

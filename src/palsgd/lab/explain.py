@@ -13,7 +13,7 @@ from palsgd.lab.forecast import Forecast, forecast
 from palsgd.lab.methods import plain_local, takes_outer
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
-from palsgd.methods.palsgd import PALSGDMethod
+from palsgd.methods.palsgd import DEFAULT_PULL, WEAK, PALSGDMethod, round_pull
 
 MOST_ROWS = 16  # workers shown of a round
 
@@ -149,6 +149,15 @@ def pull(ahead: Forecast) -> Iterator[str]:
     if not ahead.mix_prob or not ahead.local or not ahead.learning_rates[1]:
         return
     low, high = ahead.betas
+    pull = ahead.method.pull
+    if pull is not None:
+        assert not callable(pull)  # settings of the lab are numbers
+        yield (
+            f"beta = 1 - (1 - pull)^(1 / (mix_prob * {ahead.sync_every})) = {high:.3g}: the share "
+            "of the way back to the last global model that a mixing step goes, so that the mixing "
+            f"steps of a round together go {100 * pull:.3g}% of it"
+        )
+        return
     later = "" if low == high else f" at its highest, {low:.2g} at its lowest"
     yield (
         f"beta = lr * mix_rate / mix_prob = {high:.3g}{later}: the share of the way back to the "
@@ -200,22 +209,23 @@ def _about_mixing(ahead: Forecast) -> Iterator[str]:
     settings, p, H = ahead.settings, ahead.mix_prob, ahead.sync_every
     assert isinstance(ahead.method, PALSGDMethod)
     lr, beta = ahead.learning_rates[1], ahead.betas[1]
-    in_a_round = 1 - (1 - min(beta, 1.0)) ** (p * H)
+    in_a_round, name = round_pull(beta, p, H), "mix_rate" if ahead.method.pull is None else "pull"
+    better = f"{0.2 * p / lr:.2g}" if name == "mix_rate" else f"{DEFAULT_PULL:g}"
     try:
-        ahead.method.betas([lr])
+        ahead.method.check_step([lr], ahead.warmup, H)
     except ValueError as refusal:
         yield f"refused: {refusal}"
     else:
         if beta >= 0.9:
             yield (
                 f"beta={beta:.3g} is near 1: a mixing step undoes nearly all that a worker learned "
-                f"since the sync; use a smaller mix_rate, such as {0.2 * p / lr:.2g}"
+                f"since the sync; use a smaller {name}, such as {better}"
             )
-        elif in_a_round < 0.01:
+        elif in_a_round < WEAK:
             yield (
                 f"beta={beta:.2g} is near 0: all the mixing of a round pulls a worker back by "
                 f"{100 * in_a_round:.2g}%, at the price of {100 * p:.3g}% of its gradients; use a "
-                "larger mix_rate, or " + plain_local().name
+                f"larger {name}, or {plain_local().name}"
             )
     if p >= 0.25:
         yield f"mix_prob={p:g}: from 0.25 on the paper trains faster but worse; try 0.05 to 0.1"

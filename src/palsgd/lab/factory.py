@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,9 +20,13 @@ from palsgd.optimizer import builder_of
 from palsgd.outer import OuterFactory
 
 
-def build_optimizer(settings: Settings, steps: int, model: nn.Module) -> palsgd.LocalOptimizer:
-    """The method over its inner optimizer, with the schedule stepped by the clock."""
+def build_optimizer(
+    settings: Settings, steps: int, model: nn.Module, group: ProcessGroup | None = None
+) -> palsgd.LocalOptimizer:
+    """The method over its inner optimizer, with the schedule stepped by the clock. `group` has one
+    rank of every worker; None: every rank is a worker."""
     shared: dict[str, Any] = {
+        "group": group,
         "buffers": settings.buffers,
         "max_norm": settings.max_norm,
         "scheduler": partial(LambdaLR, lr_lambda=partial(learning_rate_factor, settings, steps)),

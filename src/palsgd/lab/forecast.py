@@ -15,6 +15,7 @@ from palsgd.lab.factory import learning_rate_factor
 from palsgd.lab.methods import method_of
 from palsgd.lab.settings import Settings
 from palsgd.method import Facts, Method
+from palsgd.methods.palsgd import step_beta
 from palsgd.payload import MethodSize, ModelSize, PayloadSize, wire_bytes
 from palsgd.registry import Row
 from palsgd.schedule import Schedule
@@ -118,7 +119,12 @@ class Forecast:
 
     @property
     def betas(self) -> tuple[float, float]:
-        low, high = (lr * self.settings.mix_rate / self.mix_prob for lr in self.learning_rates)
+        """The smallest and the largest weight of a mixing step, also where it is refused."""
+        eta, pull = self.settings.mix_rate, getattr(self.method, "pull", None)
+        if pull is not None:
+            beta = step_beta(pull, self.mix_prob, self.sync_every)
+            return beta, beta
+        low, high = (lr * (eta or 0.0) / self.mix_prob for lr in self.learning_rates)
         return low, high
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -152,7 +158,9 @@ class Forecast:
         found = self.ddp_step.times(self.warmup)
         if not self.local:
             return found
-        found += self._traffic(self.payload.start(), syncs=0)
+        found += self._traffic(
+            self.payload.start(with_buffers=self.wrapped and self.warmup > 0), syncs=0
+        )
         period = math.lcm(*(part.every for part in self.payload.parts))
         kinds = Counter(
             (due.fragment, self.schedule.round_of(clock - 1) % period)

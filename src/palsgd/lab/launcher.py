@@ -32,7 +32,7 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run for worker processes to do. All jobs of a launch have equally many workers."""
+    """A run for worker processes to do. All jobs of a launch have equally many processes."""
 
     settings: Settings
     folder: Path
@@ -65,7 +65,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=jobs[0].settings.workers,
+        nproc_per_node=jobs[0].settings.processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -151,12 +151,16 @@ def _place(wanted: str) -> tuple[torch.device, str]:
     return device, "nccl" if one_each else "gloo"
 
 
-def check_world(workers: int) -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    if workers != world:
-        raise ValueError(
-            f"--workers {workers}, but torchrun started {world} processes; use --workers {world}"
-        )
+def check_world(settings: Settings) -> None:
+    """Raise unless torchrun has started as many processes as the run has."""
+    world, ranks = int(os.environ["WORLD_SIZE"]), settings.ranks_per_worker
+    if settings.processes == world:
+        return
+    each = f" with --ranks-per-worker {ranks}" if ranks > 1 else ""
+    remedy = f"start {settings.processes}" if world % ranks else f"use --workers {world // ranks}"
+    raise ValueError(
+        f"--workers {settings.workers}{each}, but torchrun started {world} processes; {remedy}"
+    )
 
 
 @contextmanager

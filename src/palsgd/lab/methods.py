@@ -48,7 +48,7 @@ def own_settings(settings: Settings) -> dict[str, Any]:
     row, found, given = registry.row(settings.method), {}, settings.as_dict()
     for field in fields(row.method):
         name = method_setting(field.name)
-        if name in given:
+        if given.get(name) is not None:
             found[field.name] = given[name]
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{row.name} needs {name}; add for instance {name}=0.1")

@@ -14,7 +14,7 @@ from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
 from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import Settings, parsed, setting_name
+from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
@@ -51,6 +51,15 @@ def check_method(settings: Settings) -> None:
     method_of(settings).check([settings.lr])
 
 
+def check_simulated(runs: Sequence[Settings]) -> None:
+    several = [run.ranks_per_worker for run in runs if run.ranks_per_worker > 1]
+    if several:
+        raise ValueError(
+            f"--ranks-per-worker {several[0]} is for real processes, a simulated worker computes "
+            "its whole batch at once; leave it out, or leave out --simulate"
+        )
+
+
 def run_all(
     runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -59,9 +68,11 @@ def run_all(
     for settings in runs.values():
         check_method(settings)
         if under_torchrun():
-            check_world(settings.workers)
+            check_world(settings)
     if under_torchrun() and options.simulate:
         raise ValueError("--simulate needs one process; start it without torchrun")
+    if options.simulate:
+        check_simulated(list(runs.values()))
     check_device(options.device)
     check_folder(out, options)
     out.mkdir(parents=True, exist_ok=True)
@@ -95,12 +106,18 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if wanted["steps"] is None:  # given in epochs, resolved in the file
         del wanted["steps"]
     for key, value in wanted.items():
-        if before.get(key) != value and key not in ("checkpoint_every",):
+        then = before.get(key, _default(key))
+        if then != value and key not in ("checkpoint_every",):
             raise ValueError(
-                f"{folder.path} was run with {key}={before.get(key)}, now it is {value}; "
+                f"{folder.path} was run with {key}={then}, now it is {value}; "
                 "use the old value, --force to start over, or another --out"
             )
     return folder.finished or folder.failure is not None
+
+
+def _default(key: str) -> Any:
+    """The value of a setting in a folder that is older than the setting."""
+    return FIELDS[key].default if key in FIELDS else None
 
 
 def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
@@ -144,7 +161,7 @@ class FailedRunsError(RuntimeError):
 
 
 def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
-    """Runs with equally many workers share their processes."""
+    """Runs with equally many processes share them."""
     jobs = [
         Job(
             settings=settings,
@@ -159,8 +176,8 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
     if under_torchrun():  # rank 0 decides which runs are left to do
         run_jobs(jobs, options.device)
         return
-    jobs.sort(key=lambda job: job.settings.workers)
-    for _, group in itertools.groupby(jobs, key=lambda job: job.settings.workers):
+    jobs.sort(key=lambda job: job.settings.processes)
+    for _, group in itertools.groupby(jobs, key=lambda job: job.settings.processes):
         run_jobs(list(group), options.device)
 
 

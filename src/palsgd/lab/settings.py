@@ -17,6 +17,7 @@ class Settings:
     workload: str
     method: str = "palsgd"
     workers: int = 4
+    ranks_per_worker: int = 1  # processes of each worker, which average every gradient
     steps: int | None = None  # of the clock; one of steps and epochs is given
     epochs: float | None = None
     batch_size: int = 32  # per worker and gradient
@@ -24,7 +25,8 @@ class Settings:
 
     sync_every: int | str = 64  # H, or "auto": from what syncs and steps are measured to cost
     mix_prob: float = 0.1  # p
-    mix_rate: float = 1.0  # eta
+    mix_rate: float | None = None  # eta; at most one of mix_rate and pull is given
+    pull: float | None = None  # of a round's mixing steps; neither: the library's default
     warmup_steps: int = 0
     draws: str = "balanced"
     buffers: str = "average"
@@ -60,11 +62,31 @@ class Settings:
             if value is not None and (name, value) != ("sync_every", "auto"):
                 check_number(name, value, words, low=low, high=high)
         self._check_what_needs_torch()
+        if self.mix_rate is not None and self.pull is not None:
+            raise ValueError(
+                f"mix_rate={self.mix_rate:g} and pull={self.pull:g} both say how strong a mixing "
+                "step is; give one of them"
+            )
+        self._check_batches()
+
+    def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of "
                 f"micro_batches={self.micro_batches}; choose one that is"
             )
+        parts = self.ranks_per_worker * self.micro_batches
+        if self.batch_size % parts:
+            raise ValueError(
+                f"batch_size={self.batch_size}, of a worker, is not a multiple of {parts}, which "
+                f"are ranks_per_worker={self.ranks_per_worker} times "
+                f"micro_batches={self.micro_batches}; choose one that is"
+            )
+
+    @property
+    def processes(self) -> int:
+        """How many processes a run has."""
+        return self.workers * self.ranks_per_worker
 
     def _check_what_needs_torch(self) -> None:
         """Check the fields whose checks import torch. Importing torch takes a second, and help
@@ -80,15 +102,14 @@ class Settings:
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """These settings with other values, given as text or as values. Setting steps removes
-        epochs, and the reverse."""
+        epochs, setting pull removes mix_rate, and the reverse."""
         values = {setting_name(name): parsed(name, value) for name, value in changes.items()}
         own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
         if own:
             values["method_settings"] = {**self.method_settings, **own}
-        if values.get("steps") is not None:
-            values.setdefault("epochs", None)
-        if values.get("epochs") is not None:
-            values.setdefault("steps", None)
+        for name, other in (*_EITHER, *((other, name) for name, other in _EITHER)):
+            if values.get(name) is not None:
+                values.setdefault(other, None)
         return replace(self, **values)
 
     def total_steps(self, examples: int) -> int:
@@ -119,6 +140,7 @@ class Settings:
         return cls(**known, method_settings=own)
 
 
+_EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
 CHOICES = {
     "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
@@ -133,19 +155,22 @@ _COUNT = (below(1), math.inf, "at least 1")
 _NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
 _POSITIVE = (0.0, math.inf, "a number > 0")
 _SHARE = (below(0), 1.0, "in [0, 1)")
+_PULL = (below(0), math.nextafter(1.0, 2.0), "in [0, 1]")
 RANGES: dict[str, tuple[float, float, str]] = {
-    **dict.fromkeys(("workers", "steps", "batch_size", "micro_batches", "sync_every"), _COUNT),
+    **dict.fromkeys(("workers", "ranks_per_worker", "steps", "batch_size"), _COUNT),
+    **dict.fromkeys(("micro_batches", "sync_every"), _COUNT),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
     **dict.fromkeys(("lr", "outer_lr", "mix_rate"), _NOT_NEGATIVE),
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
     **dict.fromkeys(("epochs", "max_norm"), _POSITIVE),
+    "pull": _PULL,
 }
 FIELDS = {each.name: each for each in fields(Settings) if each.name != "method_settings"}
 # Fields above that are a method's own where it has one of that name. Any other setting of a method
 # whose name is that of a field above (a method's own lr, say) is written with this prefix.
-OF_METHODS = ("mix_prob", "mix_rate")
+OF_METHODS = ("mix_prob", "mix_rate", "pull")
 PREFIX = "method."
 
 

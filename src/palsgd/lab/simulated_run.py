@@ -26,7 +26,17 @@ from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
-FREE = ("lr", "mix_prob", "mix_rate", "draws", "outer", "outer_lr", "outer_momentum", "seed")
+FREE = (
+    "lr",
+    "mix_prob",
+    "mix_rate",
+    "pull",
+    "draws",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+    "seed",
+)
 
 
 class SimulatedRun:

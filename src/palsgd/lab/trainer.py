@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -39,7 +40,8 @@ WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a 
 
 
 class Trainer:
-    """This process's part of a run. Every rank makes one; rank 0 writes the files."""
+    """This process's part of a run. Every rank makes one; rank 0 writes the files. A worker has
+    one rank or several, which share its batches and average every gradient."""
 
     def __init__(
         self,
@@ -58,9 +60,9 @@ class Trainer:
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
         self.net = workload.model().to(workload.device)
-        self.model: nn.Module = DistributedDataParallel(self.net) if self.world > 1 else self.net
-        self.opt = build_optimizer(settings, self.steps, self.model)
-        torch.manual_seed(settings.seed + self.rank)  # dropout differs between workers
+        self.model, group = self._wrapped()
+        self.opt = build_optimizer(settings, self.steps, self.model, group)
+        torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
         self._autocast = low_precision(settings, workload.device)
         self._mean_norm = MeanNorm(self.opt)
         self._timeline = Timeline(self.opt)
@@ -81,6 +83,14 @@ class Trainer:
         self.opt.on(Averaged, self._after_exchange)
         self.opt.on(Synced, self._after_exchange)
 
+    def _wrapped(self) -> tuple[nn.Module, ProcessGroup | None]:
+        """The model that the loop calls, and the group of the optimizer."""
+        if self.settings.ranks_per_worker > 1:
+            mesh = palsgd.worker_groups(self.settings.ranks_per_worker)
+            inside, workers = mesh["inside"].get_group(), mesh["workers"].get_group()
+            return DistributedDataParallel(self.net, process_group=inside), workers
+        return DistributedDataParallel(self.net) if self.world > 1 else self.net, None
+
     # -- the loop --------------------------------------------------------------------------------
 
     def train(self) -> None:
@@ -100,19 +110,23 @@ class Trainer:
         spans: list[Any] = [None] * self.world
         dist.all_gather_object(spans, self._timeline.spans())
         if self.rank == 0:
-            self.folder.append("timeline", [span for each in spans for span in each])
+            first_ranks = spans[:: self.settings.ranks_per_worker]
+            self.folder.append("timeline", [span for each in first_ranks for span in each])
             self._finish()
         dist.barrier()
 
     def _batches(self) -> Iterator[Any]:
-        """The batches by index, so that a resumed run continues with the next batch."""
+        """This rank's parts of its worker's batches, by index, so that a resumed run continues with
+        the next batch."""
+        ranks = self.settings.ranks_per_worker
         while True:
-            yield self.workload.batch(
-                worker=self.rank,
-                workers=self.world,
+            batch = self.workload.batch(
+                worker=self.rank // ranks,
+                workers=self.world // ranks,
                 size=self.settings.batch_size,
                 index=self.opt.gradient_steps,
             )
+            yield split_batch(batch, ranks)[self.rank % ranks]
 
     def _gradient(self, batch: Any) -> None:
         parts = self.settings.micro_batches
@@ -125,7 +139,7 @@ class Trainer:
         self._losses += 1
 
     def _exchanging(self, *, last: bool) -> AbstractContextManager[Any]:
-        """In the warm-up, DDP averages gradients once, with the last part of a batch."""
+        """Where DDP averages gradients, it does so once, with the last part of a batch."""
         if last or not isinstance(self.model, DistributedDataParallel):
             return nullcontext()
         return self.model.no_sync()
@@ -201,7 +215,7 @@ class Trainer:
         loss, metric = self.workload.score(totals)
         lines = self._joined_records()
         if self.opt.clock == 0:
-            lines = [start_line(self.settings, self.steps, self.world)]
+            lines = [start_line(self.settings, self.steps, self.settings.workers)]
         self._evaluated_at = self.opt.clock
         lines[-1] |= {"loss": loss, "metric": metric}
         if self.rank == 0:
@@ -219,7 +233,8 @@ class Trainer:
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, self._records)
         self._records = []
-        return [_joined(parts) for parts in zip(*everyone, strict=True)]
+        ranks = self.settings.ranks_per_worker
+        return [_joined(parts, ranks) for parts in zip(*everyone, strict=True)]
 
     def _pause(self) -> None:
         wait_for(self.workload.device)
@@ -350,11 +365,13 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     ]
 
 
-def _joined(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One line of metrics.jsonl from all workers' records of the same exchange."""
+def _joined(parts: tuple[dict[str, Any], ...], ranks: int = 1) -> dict[str, Any]:
+    """One line of metrics.jsonl from the records of the same exchange by all ranks, `ranks` for
+    each worker. The ranks of a worker send its bytes together."""
     line = dict(parts[0])
+    line["bytes_sent"] = sum(part["bytes_sent"] for part in parts[:ranks])
     losses = sum(part["losses"] for part in parts)
-    distances = [part["distance"] for part in parts]
+    distances = [part["distance"] for part in parts[::ranks]]
     total, mean_norm = sum(part["loss_sum"] for part in parts), line.pop("mean_norm")
     del line["loss_sum"], line["losses"]
     return line | {

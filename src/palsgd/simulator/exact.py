@@ -210,7 +210,7 @@ def _evaluate_together(
 def _global_model(workers: list[SimulatedWorker], shown: GlobalModel | None) -> nn.Module:
     """The first worker's model, unless the method's local models differ from the global one."""
     first = workers[0].opt
-    if shown is None and not first.method.overrides("restart"):
+    if shown is None and not first._worker.stays_apart:
         return workers[0].model
     shown = shown or GlobalModel(first)
     shown.set_weights(first, [global_part(worker.opt) for worker in workers])

@@ -36,6 +36,9 @@ class Rules(Protocol):
     def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
         """Take the steps without data before the first gradient step of the stretch."""
 
+    def saw_gradients(self, digests: dict[int, int]) -> None:
+        """Keep digests of the first gradients of the local phase, by worker, for the next sync."""
+
     def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
         """Apply the rule before the inner step of the workers in `slots`."""
 
@@ -138,6 +141,11 @@ class Run:
         ]
 
     @property
+    def statistics(self) -> list[str]:
+        """The floating-point buffers that are averaged, by their names in the stack."""
+        return [f"model.{name}" for name in self.worker.warmup.buffers.statistics]
+
+    @property
     def schedule(self) -> Schedule:
         return self.worker.schedule
 
@@ -210,19 +218,22 @@ class Run:
             ledger.bytes_sent += sum(sizes)
             ledger.bytes_on_the_wire += on_the_wire
 
-    def warmed_up(self, clock: int) -> None:
-        """Count one step of the warm-up, and call the listeners."""
-        sizes = self._warmup_messages
+    def warmed_up(self, clock: int, *, skipped: bool) -> None:
+        """Count one step of the warm-up, and call the listeners. A step is skipped after its first
+        message."""
+        sizes = self._warmup_messages[:1] if skipped else self._warmup_messages
         self.count_messages(sizes, sum(wire_bytes(sent, self.workers) for sent in sizes))
         for opt in self.opts:
             opt._worker.at.gradient_steps += 1
         for k, ledger in enumerate(self.ledgers):
             ledger.gradient_steps += 1
             ledger.warmup_steps += 1
+            ledger.skipped_steps += skipped
             ledger.syncs += 1
             listeners = self.opts[k if self.apart else 0]._worker.listeners
             if listeners.wanted(Averaged):
-                listeners.tell(Averaged(worker=k, clock=clock, bytes_sent=sum(sizes)))
+                sent = sum(sizes)
+                listeners.tell(Averaged(worker=k, clock=clock, bytes_sent=sent, skipped=skipped))
 
     # -- the global model ----------------------------------------------------------------------
 

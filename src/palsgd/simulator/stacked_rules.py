@@ -52,12 +52,19 @@ class StackedRules:
                 clocks = [start + length] * len(workers)
                 self._after_gradient(workers, None, mixing, clocks)
 
+    def saw_gradients(self, digests: dict[int, int]) -> None:
+        self._syncer.gradients = [digests.get(k, 0) for k in range(self._run.workers)]
+
     def before_gradient(
         self, start: int, slots: dict[int, GradientSlot], grads: list[Tensor]
     ) -> None:
         chosen = self._view.select(list(slots))
         round = self._worker.schedule.round_of(start)
-        w = self._view.with_gradients(chosen, lambda: grads, round=round)
+        clocks = [start + slot.tick for slot in slots.values()]
+        length = self._worker.schedule.length(start)
+        w = self._view.with_gradients(
+            chosen, lambda: grads, round=round, length=length, clock=_common_clock(clocks)
+        )
         self._method.before_gradient(w)
         self._view.keep(w, chosen)
 
@@ -78,7 +85,13 @@ class StackedRules:
         self, workers: list[int], rate: Rates | None, mixing: list[Rates], clocks: list[int]
     ) -> None:
         chosen = self._view.select(workers)
-        w = self._view.whole(chosen, round=self._worker.schedule.round_of(clocks[0] - 1))
+        schedule, last = self._worker.schedule, clocks[0] - 1
+        w = self._view.whole(
+            chosen,
+            round=schedule.round_of(last),
+            length=schedule.length(last),
+            clock=_common_clock(clocks),
+        )
         weights = self._method.after_gradient(w, rate, mixing)
         self._view.keep(w, chosen)
         if weights is None:
@@ -152,6 +165,7 @@ class StackedRules:
             ledger.distance = distance
         if found.at.fragment == at.fragments - 1:
             at.rounds += 1
+            self._worker.syncer.round_ended()
             self._worker.extend_schedule()
 
     def show(self) -> None:
@@ -193,6 +207,11 @@ def _by_length(lengths: list[int]) -> dict[int, list[int]]:
     for place, length in enumerate(lengths):
         found.setdefault(length, []).append(place)
     return found
+
+
+def _common_clock(clocks: list[int]) -> Any:
+    """One number if all workers have the same clock, else one entry per worker."""
+    return clocks[0] if len(set(clocks)) == 1 else torch.tensor(clocks)
 
 
 def _per_worker(value: Rate, workers: int) -> list[float]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from palsgd.codecs.coded_mean import Residue
-from palsgd.guard import WorkerReport, check_finite
+from palsgd.digest import row_digests
+from palsgd.guard import WorkerReport, check_finite, check_own_work
 from palsgd.method import Part, Payload
 from palsgd.payload import PayloadSize, payload_size
 from palsgd.simulator.stack import StackedWorkers
@@ -24,7 +25,7 @@ from palsgd.simulator.stacked_view import (
     total_squares,
 )
 from palsgd.sync import Syncer, due_parts, unflattened
-from palsgd.tensors import Reduced, WorkerTensors, column
+from palsgd.tensors import Reduced, WorkerTensors, column, mix_
 from palsgd.transports.in_memory import average_in_memory
 from palsgd.transports.transport import Message
 from palsgd.worker import Worker
@@ -49,6 +50,7 @@ class StackedPending:
     size: PayloadSize
     finite: list[bool]
     distance: list[float]
+    models: list[int]  # digests of local models that may be equal, else 0
     parts: dict[str, list[Tensor]]
     gathered: set[str]
     scalars: dict[str, float]
@@ -83,6 +85,7 @@ class StackedSyncer:
         self._method, self._anchor = worker.method, view.anchor
         self._layout, self._workers = view.replica.layout, view.workers
         self._residues: dict[tuple[int, int], list[Residue]] = {}  # by fragment and message
+        self.gradients = [0] * self._workers  # digests that the next sync compares
 
     @property
     def stack(self) -> StackedWorkers:
@@ -96,13 +99,14 @@ class StackedSyncer:
         w = self._tensors(at, chosen)
         payload = self._method.payload(w)
         parts = due_parts(self._method, payload, at.round, w)
-        finite, distance, plain = self._look_at(w, parts)
+        finite, distance, plain = self._look_at(w, payload, parts)
         weight = self._per_worker(payload.weight)
         pending = StackedPending(
             at=at,
             size=payload_size(self._worker, payload),
             finite=finite,
             distance=distance,
+            models=self._models(at, w, distance, finite),
             parts={},
             gathered={part.name for part in parts if part.reduction == "gather"},
             scalars=self._scalars(payload, finite),
@@ -122,8 +126,26 @@ class StackedSyncer:
         self.view.keep(w, chosen)
         return pending
 
+    def _models(
+        self, at: StackedMoment, w: WorkerTensors, distance: list[float], finite: list[bool]
+    ) -> list[int]:
+        """A digest of each local model, if it may be equal to another: if two are equally far from
+        the anchor. 0 for a model that is equal to the anchor in its own precision. With fragments
+        whole models are compared, at the end of a round."""
+        moved = [far for far, sound in zip(distance, finite, strict=True) if sound and far]
+        alike, low = len(set(moved)) < len(moved), w.local[0].dtype != self._anchor.flat.dtype
+        if not (alike and self._syncer.compares_models and self._ends_round(at)):
+            return [0] * self._workers
+        anchor, local = self._anchor.views, self.view.own(self.stack.params)
+        found = row_digests((a - x for a, x in zip(anchor, local, strict=True)), self._workers)
+        for k in range(self._workers):
+            pairs = zip(anchor, local, strict=True)
+            if not finite[k] or (low and all(torch.equal(x[k], a.to(x.dtype)) for a, x in pairs)):
+                found[k] = 0
+        return found
+
     def _look_at(
-        self, w: WorkerTensors, parts: list[Part]
+        self, w: WorkerTensors, payload: Payload, parts: list[Part]
     ) -> tuple[list[bool], list[float], list[Tensor] | None]:
         """Which workers are finite, the distance of each to the anchor, and, if the displacement is
         a plain mean over all workers, that mean. All come from one pass over the local models."""
@@ -144,7 +166,13 @@ class StackedSyncer:
         finite = torch.tensor(seen).isfinite().tolist()
         if not all(finite):
             finite = self._finite_rows(own)
+        finite = [a and b for a, b in zip(finite, self._finite_numbers(payload), strict=True)]
         return finite, distance, means if averaged and all(finite) else None
+
+    def _finite_numbers(self, payload: Payload) -> list[bool]:
+        """Which workers have a finite weight and finite scalars."""
+        numbers = [self._per_worker(each) for each in (payload.weight, *payload.scalars.values())]
+        return torch.stack(numbers).isfinite().all(dim=0).tolist()
 
     def _own_tensors(self, w: WorkerTensors, parts: list[Part]) -> list[Tensor]:
         """The tensors that the method sends beside the displacement."""
@@ -166,7 +194,12 @@ class StackedSyncer:
         """This run's floating-point buffers, if they are sent."""
         if not self._syncer.buffers.averaged:
             return []
-        return [b for b in self._own_buffers().values() if b.is_floating_point()]
+        return [b for b in self._sent_buffers().values() if b.is_floating_point()]
+
+    def _sent_buffers(self) -> dict[str, Tensor]:
+        """This run's buffers without masks, which are no statistics."""
+        masks = {f"model.{name}" for name in self._syncer.buffers.masks}
+        return {name: b for name, b in self._own_buffers().items() if name not in masks}
 
     def _own_buffers(self) -> dict[str, Tensor]:
         names = list(self._buffers)
@@ -179,7 +212,7 @@ class StackedSyncer:
         """The new buffers: for floats the mean over the workers that take part, for integers worker
         0's."""
         dtype, found = self._anchor.flat.dtype, {}
-        for name, buffer in self._own_buffers().items():
+        for name, buffer in self._sent_buffers().items():
             if buffer.is_floating_point():
                 rows = buffer if all(finite) else buffer[torch.tensor(finite)]
                 found[name] = rows.to(dtype).mean(dim=0)
@@ -282,8 +315,13 @@ class StackedSyncer:
 
     def apply(self, pending: StackedPending) -> None:
         """Change the anchor, the local models and the buffers."""
-        reports = [WorkerReport(finite=finite) for finite in pending.finite]
-        check_finite(reports, pending.where, self._syncer.guard.skip_nonfinite)
+        guard = self._syncer.guard
+        numbers = zip(pending.finite, self.gradients, pending.models, strict=True)
+        reports = [WorkerReport(finite=f, gradient=g, model=m) for f, g, m in numbers]
+        check_finite(reports, pending.where, guard.skip_nonfinite)
+        if guard.compares_work:
+            check_own_work(reports, pending.where)
+        self.gradients = [0] * self._workers  # they are compared once
         self._global_step(pending)
         self._restart(pending)
         self._residues.update({key: left for key, left in pending.left.items() if left})
@@ -322,12 +360,15 @@ class StackedSyncer:
                 self._start_over(k, pending.at.round)
 
     def _move_on(self, pending: StackedPending) -> None:
-        """Set each local model to the anchor plus its change since it was sent."""
+        """Set each local model to the anchor plus its change since it was sent, or blend it with
+        the anchor."""
         fragment = pending.at.fragment
         chosen = self.view.everyone(fragment)
         local = chosen.take(self.view.own(self.stack.params))
         anchor = self._anchor.pieces(fragment)
-        if pending.local_when_sent is None:
+        if self._syncer.blend is not None:
+            mix_(local, anchor, torch.full((self._workers,), 1.0 - self._syncer.blend).double())
+        elif pending.local_when_sent is None:
             for x, a in zip(local, anchor, strict=True):
                 x.copy_(a)
         else:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
+from palsgd.inner import has_step_hooks
 from palsgd.optimizer import LocalOptimizer
 
 
@@ -35,10 +36,12 @@ def check_stackable(model: nn.Module, opt: LocalOptimizer) -> None:
     """Refuse what the stacked program would ignore without an error."""
     inner, scheduler = opt.inner, opt._worker.inner.scheduler
     for name, each in (("the optimizer", opt), ("the inner optimizer", inner)):
-        if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
+        if has_step_hooks(each):
             raise CannotVectorizeError(f"{name} has step hooks")
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         raise CannotVectorizeError("torch has step hooks for all optimizers")
+    if opt.config.get("average_state"):
+        raise CannotVectorizeError("average_state names tensors of the inner optimizer")
     if any(has_hooks(p) for p in model.parameters()):
         raise CannotVectorizeError("parameters have hooks")
     if len(list(model.named_modules(remove_duplicate=False))) > len(list(model.named_modules())):

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from palsgd.digest import row_digests
 from palsgd.errors import NonFiniteError
+from palsgd.finite import all_finite
+from palsgd.guard import nonfinite_step
 from palsgd.schedule import Schedule
 from palsgd.simulator.exact import check_losses
 from palsgd.simulator.history import Watch
@@ -133,21 +136,51 @@ class Vectorized:
     def _warmup_step(self) -> None:
         rates = self._tick()
         grads = self._take_gradients(list(range(self.stack.count)))
-        columns = [list(group) for group in zip(*rates, strict=True)]
-        self.stack.step(list(range(len(self.runs))), grads, columns)
-        losses = self._losses_so_far()
+        losses, sound = self._losses_so_far(), self._sound_runs(grads)
+        self._step_runs([run for run, may in enumerate(sound) if may], grads, rates)
         for member in self._members():
-            if member.run.opt.config["buffers"] == "average":
+            run, where = member.run, f"a step of the warm-up (clock {self.clock - 1})"
+            if not sound[member.number] and not run.skips_nonfinite:
+                averaged = "the averaged gradient of all workers"
+                run.error = self._loss_error(member, losses) or nonfinite_step(averaged, where)
+                continue
+            if run.opt.config["buffers"] == "average":
                 self._average_buffers(member)
-            member.run.warmed_up(self.clock)
+            run.warmed_up(self.clock, skipped=not sound[member.number])
             self._record(member, losses, [0.0] * self.workers)
 
+    def _sound_runs(self, grads: list[Tensor]) -> list[bool]:
+        """For each run, whether its averaged gradient and the buffers of its workers are finite."""
+        averaged = [self._statistics(Member(run, n)) for n, run in enumerate(self.runs)]
+        if all_finite([*grads, *(x for own in averaged for x in own)]):
+            return [True] * len(self.runs)
+        return [all_finite([*(g[n] for g in grads), *own]) for n, own in enumerate(averaged)]
+
+    def _step_runs(self, who: list[int], grads: list[Tensor], rates: list[list[float]]) -> None:
+        """The inner step of some runs, whose workers share one row."""
+        if who:
+            some = grads if len(who) == len(self.runs) else [g[who] for g in grads]
+            columns = zip(*(rates[run] for run in who), strict=True)
+            self.stack.step(who, some, [list(group) for group in columns])
+
+    def _statistics(self, member: Member) -> list[Tensor]:
+        """The rows of the floating-point buffers that this run's workers average."""
+        if member.run.opt.config["buffers"] != "average":
+            return []
+        found = [self.stack.buffers[name] for name in member.run.statistics]
+        return [buffer[member.first : member.first + self.workers] for buffer in found]
+
     def _average_buffers(self, member: Member) -> None:
-        """Set float buffers to their mean over the workers, and integer buffers to worker 0's."""
-        rows = slice(member.first, member.first + self.workers)
+        """Set statistics to their mean over the workers whose statistics are all finite, and
+        integer buffers to worker 0's."""
+        floats = self._statistics(member)
+        sound = [k for k in range(self.workers) if all_finite(own[k] for own in floats)]
+        for own in floats if sound else []:
+            own.copy_(own[sound].mean(dim=0))
         for buffer in self.stack.buffers.values():
-            own = buffer[rows]
-            own.copy_(own.mean(dim=0) if own.is_floating_point() else own[0].clone())
+            if sound and not buffer.is_floating_point():
+                own = buffer[member.first : member.first + self.workers]
+                own.copy_(own[0].clone())
 
     def _open_local_phase(self) -> None:
         """Give each worker a model of its own."""
@@ -191,11 +224,25 @@ class Vectorized:
         grads = self._take_gradients(who)
         own = [(member, member.slots(slots)) for member in self._members()]
         own = [(member, found) for member, found in own if found]
+        self._compare_gradients(own, who, grads)
         self._before_gradient(start, own, who, grads)
         self.stack.step(who, grads, self._columns(slots, rates))
         for member, found in own:
             if member.run.method.overrides("after_gradient"):
                 member.rules.after_gradient(start, found, rates[member.number])
+
+    def _compare_gradients(
+        self, own: list[tuple[Member, dict[int, GradientSlot]]], who: list[int], grads: list[Tensor]
+    ) -> None:
+        """Let the next sync compare the first gradients of the local phase, as between
+        processes."""
+        for member, found in own:
+            guard = member.run.worker.warmup.guard
+            if guard.awaits_gradient:
+                guard.awaits_gradient = False
+                low = who.index(member.first + next(iter(found)))
+                digests = row_digests([g[low : low + len(found)] for g in grads], len(found))
+                member.rules.saw_gradients(dict(zip(found, digests, strict=True)))
 
     def _before_gradient(
         self,

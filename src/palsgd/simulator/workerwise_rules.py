@@ -53,6 +53,10 @@ class WorkerwiseRules:
                 mixing = [rates[tick] for tick in stretch.head]
                 worker.after_gradient_at(start + len(mixing), None, mixing)
 
+    def saw_gradients(self, digests: dict[int, int]) -> None:
+        for k, found in digests.items():
+            self._workers[k].warmup.guard.gradient = found
+
     def before_gradient(
         self, start: int, slots: dict[int, GradientSlot], grads: list[Tensor]
     ) -> None:

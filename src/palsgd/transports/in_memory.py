@@ -17,6 +17,8 @@ class SimulatedTransport(Transport):
     All workers of a simulation share the list `settings`, in which `agree` compares their settings.
     """
 
+    shares_code = True
+
     def __init__(self, worker: int, workers: int, settings: list[dict[str, Any]]):
         self.worker, self.workers, self._settings = worker, workers, settings
 

@@ -11,15 +11,28 @@ from torch.distributed import ProcessGroup
 
 from palsgd.sharding import is_sharded
 from palsgd.transports.background import Background
+from palsgd.transports.levels import (
+    check_group,
+    check_places,
+    copies_inside,
+    gathered,
+    ranks_of,
+)
 from palsgd.transports.transport import Message, Transport, check_agreement
 
 
 class ProcessGroupTransport(Transport):
     """`group` has one rank of every worker. `inside` has the ranks of this worker, if it has
-    several."""
+    several. Each of them holds a part of the model if `sharded`, else a copy of it."""
 
-    def __init__(self, group: ProcessGroup | None = None, inside: ProcessGroup | None = None):
-        self._group, self.inside = group, inside
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        inside: ProcessGroup | None = None,
+        *,
+        sharded: bool = False,
+    ):
+        self.group, self.inside, self.sharded = group, inside, sharded
         self.worker, self.workers = dist.get_rank(group), dist.get_world_size(group)
         self.rank_inside = 0 if inside is None else dist.get_rank(inside)
         # NCCL averages CUDA tensors itself
@@ -30,28 +43,51 @@ class ProcessGroupTransport(Transport):
 
     @property
     def channel(self) -> Any:
-        return self._group or dist.group.WORLD
+        return self.group or dist.group.WORLD
 
-    def mean(self, message: Message) -> None:
-        values = message.values
+    def mean(self, message: Message) -> int | None:
         if self.workers == 1:
-            return
-        if values.is_cuda and self._divides:
-            dist.all_reduce(values, dist.ReduceOp.AVG, group=self._group)
-        else:
-            dist.all_reduce(values, group=self._group)
-            message.divisor = self.workers
-            if not message.takes_sum:
-                message.divide()
+            return None
+        if self.inside is not None and not self.sharded:
+            return self._mean_in_parts(message, self.inside)
+        self._reduce(message, message.values)
+        if not message.takes_sum:
+            message.divide()
+        return None
+
+    def _mean_in_parts(self, message: Message, inside: ProcessGroup) -> int:
+        """The mean of a message of which every rank of this worker has a copy. Each rank exchanges
+        one part of it with the other workers and gives the result to the ranks of its worker. So
+        the worker sends the message once, and its ranks get the same bits, whatever order the
+        exchanges add up in."""
+        values, ranks = message.values, dist.get_world_size(inside)
+        parts = values.tensor_split(ranks)
+        own = parts[self.rank_inside]
+        self._reduce(message, own)
+        for source, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group=inside, group_src=source)
+        if not message.takes_sum:
+            message.divide()
+        return own.nbytes
+
+    def _reduce(self, message: Message, values: Tensor) -> None:
+        """Replace `values`, all of the message or a part of it, by their mean over the workers, or
+        by the sum, to be divided by the message's divisor."""
+        averages = values.is_cuda and self._divides
+        message.divisor = 1 if averages else self.workers
+        if values.numel():
+            operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+            dist.all_reduce(values, operation, group=self.group)
 
     def scatter(self, rows: Tensor) -> Tensor:
         received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=self._group)
+        dist.all_to_all_single(received, rows, group=self.group)
         return received
 
     def gather(self, row: Tensor) -> Tensor:
         rows = row.new_empty(self.workers, len(row))
-        dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self._group)
+        dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self.group)
         return rows
 
     def prepare(self, device: torch.device) -> None:
@@ -59,11 +95,8 @@ class ProcessGroupTransport(Transport):
         group, as the order of their exchanges and those of the main thread differs between ranks.
         Every rank must call this."""
         if self._behind is None:
-            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-            some = len(ranks) < dist.get_world_size()
-            group = dist.new_group(ranks, use_local_synchronization=some)
-            assert isinstance(group, ProcessGroup)  # this rank is in the group
-            self._behind = ProcessGroupTransport(group)
+            inside = None if self.inside is None else _twin(self.inside)
+            self._behind = ProcessGroupTransport(_twin(self.group), inside, sharded=self.sharded)
             self._background = Background(device)
 
     def start(self, message: Message) -> None:
@@ -78,30 +111,41 @@ class ProcessGroupTransport(Transport):
     def finish(self, message: Message) -> int:
         return self._flying[message].result()
 
-    def combine(self, values: Tensor) -> None:
-        if self.inside is not None:
-            dist.all_reduce(values, group=self.inside)
+    def gather_inside(self, row: Tensor) -> Tensor:
+        if self.inside is None:
+            return row[None]
+        rows = row.new_empty(dist.get_world_size(self.inside), len(row))
+        dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self.inside)
+        return rows
 
     def sum_over_shards(self, values: Tensor) -> None:
-        self.combine(values)
+        if self.sharded:
+            dist.all_reduce(values, group=self.inside)
 
     def agree(self, settings: dict[str, Any]) -> None:
         # The ranks inside each worker gather first, then the workers, so every rank has the
         # settings of all.
-        inside = _gathered([(dist.get_rank(), settings)], self.inside) if self.inside else None
-        everyone = _gathered(inside or [(dist.get_rank(), settings)], self._group)
+        mine = [(dist.get_rank(), settings)]
+        inside = mine if self.inside is None else gathered(mine, self.inside)
+        everyone = gathered(inside, self.group)
         everyone.sort(key=lambda found: found[0])
         check_agreement([s for _, s in everyone], [f"rank {rank}" for rank, _ in everyone])
 
 
-def _gathered(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
-    lists: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(lists, mine, group=group)
-    return [item for found in lists for item in found]
+def _twin(group: ProcessGroup | None) -> ProcessGroup:
+    """A new group of the same ranks."""
+    ranks = ranks_of(group)
+    some = len(ranks) < dist.get_world_size()
+    twin = dist.new_group(list(ranks), use_local_synchronization=some)
+    assert isinstance(twin, ProcessGroup)  # this rank is in the group
+    return twin
 
 
-def find_transport(params: list[Tensor], group: ProcessGroup | None) -> ProcessGroupTransport:
-    """The process group to average over, from the parameters' device mesh where they have one."""
+def find_transport(
+    params: list[Tensor], group: ProcessGroup | None, wrapper: ProcessGroup | None = None
+) -> ProcessGroupTransport:
+    """The process group to average over, from the parameters' device mesh where they have one.
+    `wrapper` is the group of the model's DistributedDataParallel, if it has one."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() "
@@ -110,15 +154,25 @@ def find_transport(params: list[Tensor], group: ProcessGroup | None) -> ProcessG
         )
     sharded = next((p for p in params if is_sharded(p)), None)
     if sharded is None:
-        return ProcessGroupTransport(group)
+        return ProcessGroupTransport(group, copies_inside(group, wrapper))
     mesh = sharded.device_mesh
     if any(is_sharded(p) and p.device_mesh != mesh for p in params):
         raise ValueError("the parameters lie on several device meshes; shard them over one mesh")
     replicas = [i for i, placement in enumerate(sharded.placements) if placement.is_replicate()]
     if group is not None and mesh.ndim == 1:
-        return ProcessGroupTransport(group, inside=mesh.get_group())
+        inside = mesh.get_group()
+        check_group(group)
+        check_places(inside, group, "fully_shard")
+        return ProcessGroupTransport(group, inside, sharded=True)
     if group is None and mesh.ndim == 2 and len(replicas) == 1:
-        return ProcessGroupTransport(mesh.get_group(replicas[0]), mesh.get_group(1 - replicas[0]))
+        inside = mesh.get_group(1 - replicas[0])
+        return ProcessGroupTransport(mesh.get_group(replicas[0]), inside, sharded=True)
+    if group is not None:
+        raise ValueError(
+            f"the parameters are sharded over {mesh}, whose replica axis is averaged over, and "
+            "group= is given too; leave out group=, or use fully_shard with the 1-D mesh "
+            'palsgd.worker_groups(ranks_per_worker)["inside"]'
+        )
     raise ValueError(
         f"the parameters are sharded over {mesh} as {sharded.placements}, which has no "
         "single replica axis to average over; use fully_shard with a 2-D mesh (replicas, shards), "

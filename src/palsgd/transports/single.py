@@ -20,6 +20,8 @@ class Alone(Transport):
         1
     """
 
+    shares_code = True
+
     def mean(self, message: Message) -> int:
         return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -91,6 +92,8 @@ class Transport(ABC):
         workers: how many there are.
         rank_inside: the number of this rank among the ranks of this worker.
         inside: the process group of the ranks of this worker, if it has several.
+        sharded: does each of them hold a part of the model, instead of a copy?
+        shares_code: do all workers run in this process, with the same code and versions?
 
     Example:
         >>> import torch, palsgd
@@ -110,6 +113,8 @@ class Transport(ABC):
     workers: int = 1  # how many there are
     rank_inside: int = 0  # the number of this rank among the ranks of this worker
     inside: "ProcessGroup | None" = None  # the ranks of this worker, if it has several
+    sharded: bool = False  # does each of them hold a part of the model, instead of a copy?
+    shares_code: bool = False  # do all workers run in this process?
 
     @property
     def channel(self) -> Any:
@@ -163,13 +168,13 @@ class Transport(ABC):
         """Prepare for `start` with messages on `device`. All workers call this once if the delay is
         not 0."""
 
-    def combine(self, values: Tensor) -> None:  # noqa: B027
-        """Sum a small integer tensor over the ranks of this worker, in place. A worker of one rank
-        has nothing to do."""
+    def gather_inside(self, row: Tensor) -> Tensor:
+        """The rows that all ranks of this worker give, in the order of the ranks."""
+        return row[None]
 
     def sum_over_shards(self, values: Tensor) -> None:  # noqa: B027
         """Sum a small floating-point tensor, such as squared norms of shards, over the ranks of
-        this worker, in place. A worker of one rank has nothing to do."""
+        this worker, in place. A worker whose ranks hold copies has nothing to do."""
 
     def check(self, codec: Codec | None) -> None:
         """Raise an UnsupportedError if messages with `codec` need a method that this transport
@@ -192,9 +197,11 @@ class Transport(ABC):
         common = Counter(lines).most_common(1)[0][0]
         odd = [str(worker) for worker, line in enumerate(lines) if line != common]
         if odd:
+            shown = {k: v for k, v in settings.items() if "\n" not in str(v)}
             raise ValueError(
-                f"worker {', '.join(odd)} of {self.workers} has other settings than the rest; give "
-                f"every worker the same. This is worker {self.worker}, with {settings}"
+                f"worker {', '.join(odd)} of {self.workers} has other settings than the rest, or "
+                f"another model; give every worker the same. This is worker {self.worker}, with "
+                f"{shown}"
             )
 
     def _refuse(self, method: str, user: str) -> NoReturn:
@@ -246,7 +253,16 @@ def check_agreement(settings: list[dict[str, Any]], names: list[str]) -> None:
     for name, theirs in zip(names, settings, strict=True):
         for setting, value in settings[0].items():
             if theirs.get(setting) != value:
+                other, own = _first_difference(theirs.get(setting), value)
                 raise ValueError(
-                    f"{setting} differs between workers: {name} has {theirs.get(setting)!r}, "
-                    f"{names[0]} has {value!r}; give every worker the same"
+                    f"{setting} differs between workers: {name} has {other!r}, {names[0]} has "
+                    f"{own!r}; give every worker the same"
                 )
+
+
+def _first_difference(one: Any, other: Any) -> tuple[Any, Any]:
+    """Two settings, or the first lines in which two long texts differ."""
+    if not all(isinstance(text, str) and "\n" in text for text in (one, other)):
+        return one, other
+    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="nothing")
+    return next((a.strip(), b.strip()) for a, b in lines if a != b)

@@ -14,6 +14,7 @@ from palsgd.lab.cli.common_options import (
     MixProb,
     MixRate,
     Out,
+    Pull,
     Quiet,
     Seed,
     Workers,
@@ -48,6 +49,7 @@ def link(
     sync_every: Annotated[int | None, typer.Option(help="H.", show_default="16")] = None,
     mix_prob: MixProb = None,
     mix_rate: MixRate = None,
+    pull: Pull = None,
     seed: Seed = None,
     out: Out = None,
     data: Data = None,
@@ -70,7 +72,7 @@ def link(
         recipe, changes = "stories", [recipe, *(changes or [])]
     settings = settings_from(
         recipe, bench_link.with_defaults(changes or []), workers=workers, steps=steps,
-        sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+        sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
     )  # fmt: skip
     links = bench_link.links_of(workers=settings.workers, rate=rate, latency=latency, loss=loss,
                                 slow=slow_worker, lossy=lossy)  # fmt: skip

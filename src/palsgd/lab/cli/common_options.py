@@ -26,12 +26,27 @@ Methods = Annotated[
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="How many.", show_default="the recipe's")]
+RanksPerWorker = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes of each worker, which share its batches and average every gradient.",
+        show_default="the recipe's",
+    ),
+]
 Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
 SyncEvery = Annotated[
     str | None, typer.Option(help="H, or auto: by what a sync costs.", show_default="the recipe's")
 ]
 MixProb = Annotated[float | None, typer.Option(help="p.", show_default="the recipe's")]
 MixRate = Annotated[float | None, typer.Option(help="eta.", show_default="the recipe's")]
+Pull = Annotated[
+    float | None,
+    typer.Option(
+        help="Instead of --mix-rate: the share of a round's displacement that its mixing steps "
+        "take back.",
+        show_default="the recipe's",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="All workers in this process, on one device.")

@@ -19,7 +19,9 @@ from palsgd.lab.cli.common_options import (
     MixRate,
     OnCluster,
     Out,
+    Pull,
     Quiet,
+    RanksPerWorker,
     Recipe,
     Report,
     Resume,
@@ -53,12 +55,14 @@ def train(
     changes: Changes = None,
     method: MethodName = None,
     workers: Workers = None,
+    ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
     mix_rate: MixRate = None,
+    pull: Pull = None,
     seed: Seed = None,
     out: Out = None,
     data: Data = None,
@@ -74,8 +78,9 @@ def train(
     Example: palsgd train stories --method palsgd --workers 2 --steps 500
     """
     settings = settings_from(
-        recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
-        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed, cluster=cluster_fields(cluster),
+        recipe, changes, method=method, workers=workers, ranks_per_worker=ranks_per_worker,
+        steps=steps, sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull,
+        seed=seed, cluster=cluster_fields(cluster),
     )  # fmt: skip
     _run({settings.method: settings}, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
@@ -87,12 +92,14 @@ def compare(
     changes: Changes = None,
     methods: Methods = None,
     workers: Workers = None,
+    ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
     mix_rate: MixRate = None,
+    pull: Pull = None,
     seed: Seed = None,
     out: Out = None,
     data: Data = None,
@@ -108,8 +115,9 @@ def compare(
     Example: palsgd compare stories --workers 4 --simulate --steps 1000
     """
     settings = settings_from(
-        recipe, changes, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
-        mix_rate=mix_rate, seed=seed, cluster=cluster_fields(cluster),
+        recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
+        sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
+        cluster=cluster_fields(cluster),
     )  # fmt: skip
     _compare(settings, method_names(methods), out, recipe, report=report, simulate=simulate,
              data=data, download=download, device=device, force=force, resume=resume,
@@ -191,6 +199,7 @@ def explain(
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
     mix_rate: MixRate = None,
+    pull: Pull = None,
     seed: Seed = None,
     rounds: Annotated[int, typer.Option(min=1, help="How many to show.")] = 2,
     first_round: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
@@ -205,7 +214,7 @@ def explain(
 
     settings = settings_from(
         recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
-        mix_prob=mix_prob, mix_rate=mix_rate, seed=seed,
+        mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
     )  # fmt: skip
     console = Console()
     for part in explained(settings, rounds=rounds, first_round=first_round):
@@ -222,11 +231,11 @@ def recipes() -> None:
 
     from palsgd.lab import workloads
 
-    table = Table("recipe", "K", "H", "p", "eta", "inner", "length", "batch", box=None)
+    table = Table("recipe", "K", "H", "p", "eta or pull", "inner", "length", "batch", box=None)
     for name, each in workloads.recipes().items():
         length = f"{each.epochs:g} epochs" if each.steps is None else f"{each.steps} steps"
         table.add_row(name, str(each.workers), str(each.sync_every), f"{each.mix_prob:g}",
-                      f"{each.mix_rate:g}", f"{each.inner} {each.lr:g}", length,
+                      _strength(each), f"{each.inner} {each.lr:g}", length,
                       str(each.batch_size))  # fmt: skip
     console = Console()
     console.print(table)
@@ -235,6 +244,13 @@ def recipes() -> None:
         console.print(
             f"  {name}: " + "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in fields.items())
         )
+
+
+def _strength(settings: Settings) -> str:
+    """What sets the weight of a mixing step."""
+    if settings.mix_rate is not None:
+        return f"{settings.mix_rate:g}"
+    return "the default" if settings.pull is None else f"pull {settings.pull:g}"
 
 
 def prepare(

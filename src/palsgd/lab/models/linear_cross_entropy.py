@@ -137,12 +137,16 @@ def _plain(logits: Tensor, targets: Tensor, share: Tensor, words: int) -> tuple[
 _compiled = torch.compile(_plain)
 
 
+def _gains_from_fusion(logits: Tensor) -> bool:
+    return logits.is_cuda
+
+
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, share: Tensor, words: int
 ) -> tuple[Tensor, Tensor]:
     """What `_plain` computes. On a GPU its dozen passes over the logits are fused into two."""
     global _compiled
-    if not logits.is_cuda:
+    if not _gains_from_fusion(logits):
         return _plain(logits, targets, share, words)
     try:
         return _compiled(logits, targets, share, words)

@@ -1,0 +1,68 @@
+"""The loader that a run takes its batches from, and the place it has reached in it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+END = object()  # returned in place of a batch by a loader that has none
+
+
+class Feed:
+    """Passes over a loader, one after another. A run in stages goes on where it stopped."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._pass: Iterator[Any] | None = None  # the pass that has begun; None between two
+        self._saved: Any = None  # the state of a loader, for the one that comes next
+
+    def next(self, loader: Any, progress: Any) -> Any:
+        """The next batch, or END if a whole pass gave none. `progress.epoch` counts the passes that
+        are over."""
+        if self._loader is not loader:
+            self._change(loader, progress)
+        while True:
+            whole = False
+            if self._pass is None:
+                whole = self._begin(progress.epoch)
+            assert self._pass is not None
+            batch = next(self._pass, END)
+            if batch is not END or whole:
+                return batch
+            self._pass = None
+            progress.epoch += 1
+
+    def _change(self, loader: Any, progress: Any) -> None:
+        """Take another loader. A pass that was not finished counts as one."""
+        if self._pass is not None:
+            progress.epoch += 1
+        self._loader, self._pass = loader, None
+
+    def _begin(self, epoch: int) -> bool:
+        """Begin a pass. False if the loader goes on inside one that a saved state was taken in."""
+        set_epoch(self._loader, epoch)
+        saved, self._saved = self._saved, None
+        resumes = saved is not None and hasattr(self._loader, "load_state_dict")
+        if resumes:
+            self._loader.load_state_dict(saved)
+        self._pass = iter(self._loader)
+        return not resumes
+
+    def state(self) -> Any:
+        """The state of the loader; None if it has none of its own."""
+        if self._loader is None or not hasattr(self._loader, "state_dict"):
+            return self._saved
+        return self._loader.state_dict()
+
+    def resume(self, saved: Any) -> None:
+        """Begin anew, with a loader that gets this state."""
+        self._loader, self._pass, self._saved = None, None, saved
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell every part of a loader that shuffles by the epoch which one it is."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [loader, getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
+    parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    for part in {id(part): part for part in parts}.values():
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)

@@ -1,0 +1,123 @@
+"""Learning-rate schedules seen from the clock: where they lead, and which of them lag behind it."""
+
+import copy
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from palsgd.checks import warn
+from palsgd.inner import parts_of
+
+
+def peak_rates(inner: Optimizer) -> list[float]:
+    """The highest learning rate of each group that is known before training: the present one, and
+    those that schedulers have written into the group."""
+    names = ("lr", "initial_lr", "max_lr")
+    return [max(float(group[n]) for n in names if n in group) for group in inner.param_groups]
+
+
+def rates_ahead(scheduler: Any, opt: Optimizer, inner: Optimizer) -> Iterator[list[float]]:
+    """The learning rates of the groups at this tick of the clock and at each later one, as far as a
+    copy of the scheduler gives them. Without a scheduler they stay as they are."""
+    groups, found = _copied_groups(inner), None
+    if scheduler is not None:
+        found = _copied_scheduler(scheduler, opt, inner, groups)
+        if found is None:
+            return
+    shown = [groups[id(group)] for group in inner.param_groups]
+    while True:
+        yield [float(group["lr"]) for group in shown]
+        if found is not None and not _stepped(found):
+            return
+
+
+def _copied_groups(inner: Optimizer) -> dict[int, dict[str, Any]]:
+    """Groups with the settings of the inner optimizer's, by the id of the group they stand for."""
+    kept = {}
+    for group in inner.param_groups:
+        settings = {name: copy.deepcopy(v) for name, v in group.items() if name != "params"}
+        kept[id(group)] = settings | {"params": [torch.zeros(1, requires_grad=True)]}
+    return kept
+
+
+def _copied_scheduler(
+    scheduler: Any, opt: Optimizer, inner: Optimizer, groups: dict[int, dict[str, Any]]
+) -> Any:
+    """A copy of the scheduler that changes the copied groups. None if it cannot be copied."""
+    stand_ins = {}
+    for each in (opt, inner, *parts_of(inner)):
+        stand_in = SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+        stand_in.param_groups = [groups[id(group)] for group in each.param_groups]
+        stand_ins[id(each)] = stand_in
+    try:
+        return copy.deepcopy(scheduler, stand_ins)
+    except Exception:  # a scheduler of one's own may hold anything
+        return None
+
+
+def _stepped(scheduler: Any) -> bool:
+    """Step a copied scheduler. False if it does not go on, as a OneCycleLR at its end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            scheduler.step()
+        except Exception:
+            return False
+    return True
+
+
+class LagWatch:
+    """Warns once if the loop steps a scheduler once per gradient step, so that it lags behind the
+    clock, which counts steps without data too."""
+
+    def __init__(self) -> None:
+        self._bound: WeakSet[LRScheduler] | None = None
+        self._next = 1  # the round after which it looks next; each time twice as far
+
+    def look(
+        self, opt: Optimizer, inner: Optimizer, *, clock: int, steps: int, rounds: int
+    ) -> None:
+        """`steps` are the gradient steps so far."""
+        if rounds < self._next or clock == steps:
+            return
+        self._next = 2 * rounds
+        if self._bound is None:
+            self._bound = _bound_schedulers(opt, inner)
+        for scheduler in self._bound:
+            if _lags(scheduler, opt, inner, clock, steps):
+                self._bound = WeakSet()
+                warn(
+                    f"{type(scheduler).__name__} was stepped {scheduler.last_epoch} times and the "
+                    f"clock shows {clock}: it counts gradient steps, so it lags behind and will "
+                    "end too early; give it to the palsgd optimizer as scheduler=, which steps it "
+                    "once per step of the clock, and do not step it in the loop"
+                )
+                return
+
+
+def _bound_schedulers(opt: Optimizer, inner: Optimizer) -> "WeakSet[LRScheduler]":
+    """The schedulers of these optimizers. They know their optimizer, and the optimizer does not
+    know them: it only shows that there is one, by a step() that it wrapped."""
+    owners = [opt, inner, *parts_of(inner)]
+    if not any(hasattr(vars(each).get("step"), "_wrapped_by_lr_sched") for each in owners):
+        return WeakSet()
+    # by type(), as some objects of torch warn when they are asked for their class
+    found = (each for each in gc.get_objects() if issubclass(type(each), LRScheduler))
+    return WeakSet(s for s in found if any(s.optimizer is each for each in owners))
+
+
+def _lags(scheduler: Any, opt: Optimizer, inner: Optimizer, clock: int, steps: int) -> bool:
+    """Was it stepped about as often as there were gradient steps (not once per epoch), and would
+    other rates hold if it had been stepped with the clock? The step that the loop is about to take
+    is counted in. A schedule that reads the clock itself gives the same rates either way."""
+    taken = scheduler.last_epoch
+    if not max(2, steps - 2) <= taken < clock - 1:
+        return False
+    ahead = list(zip(range(1 + clock - taken), rates_ahead(scheduler, opt, inner), strict=False))
+    return len(ahead) > 2 and ahead[1][1] != ahead[-1][1]

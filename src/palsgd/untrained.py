@@ -1,0 +1,95 @@
+"""The tensors that no optimizer trains: frozen parameters and persistent buffers. They are never
+sent, so the workers compare them once, with their first message."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.digest import chained, digest
+from palsgd.errors import ConsensusError
+from palsgd.guard import named_workers
+from palsgd.payload import UNTRAINED
+from palsgd.replica import Replica, unwrapped
+from palsgd.sharding import local_tensor
+from palsgd.transports.transport import Transport
+
+
+class Untrained:
+    """Each worker sends three digests: of its frozen parameters, of its buffers when the optimizer
+    was built, and of its buffers now.
+
+    Statistics differ between workers after the first forward pass, and random buffers differ before
+    a checkpoint is loaded. Both are right, so the buffers are wrong only if both of their digests
+    differ.
+    """
+
+    def __init__(self, model: nn.Module, replica: Replica, transport: Transport):
+        trained, model = set(replica.params), unwrapped(model)
+        self._frozen = [p for p in model.parameters() if p not in trained]
+        self._slots = list(_buffer_slots(model))
+        self._worker, self._workers = transport.worker, transport.workers
+        self._gather_inside, self._device = transport.gather_inside, replica.device
+        self.size = UNTRAINED * transport.workers
+        self._built = self._buffers()
+
+    def _buffers(self) -> int:
+        return contents_digest(getattr(module, name) for module, name in self._slots)
+
+    def encode(self, like: Tensor) -> Tensor:
+        """This worker's digests in its own place, as 16-bit halves, and zeros in all others."""
+        digests = [contents_digest(self._frozen), self._built, self._buffers()]
+        rows = self._gather_inside(torch.tensor(digests, device=self._device))
+        whole = [chained(column) for column in rows.T.tolist()]  # of all ranks of this worker
+        section = like.new_zeros(self._workers, UNTRAINED)
+        halves = [half for d in whole for half in (d & 0xFFFF, d >> 16 & 0xFFFF)]
+        section[self._worker] = torch.tensor(halves, dtype=like.dtype)
+        return section.view(-1)
+
+    def check(self, mean: Tensor, where: str) -> None:
+        """Raise the same error on every worker if the digests differ."""
+        lines = (mean.double() * self._workers).round().long().view(self._workers, UNTRAINED)
+        frozen, built, now = (_odd(lines[:, i : i + 2].tolist()) for i in (0, 2, 4))
+        for odd, what in ((frozen, "frozen parameters"), (built and now, "buffers")):
+            if odd:
+                raise ConsensusError(
+                    f"{named_workers(odd)} of {self._workers} has other {what} than the rest at "
+                    f"{where}; nothing was averaged, and {what} never are at the start. Give every "
+                    "worker the same (same seed, or load the same file on all)"
+                )
+
+
+def _odd(lines: list[list[int]]) -> list[int]:
+    """The workers whose line is not the most common one."""
+    common = Counter(map(tuple, lines)).most_common(1)[0][0]
+    return [worker for worker, line in enumerate(lines) if tuple(line) != common]
+
+
+def _buffer_slots(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """All persistent buffers. They are looked up by name, as a module may replace a buffer."""
+    for module in model.modules():
+        for name in module._buffers:
+            if name not in module._non_persistent_buffers_set:
+                yield module, name
+
+
+def contents_digest(tensors: Iterable[Tensor | None]) -> int:
+    """32 bits of tensors of any types, in their order."""
+    return chained(digest(_bytes(part)) for tensor in tensors for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor | None) -> Iterator[Tensor]:
+    """The plain tensors that a tensor consists of: a quantized one has several."""
+    if tensor is None or tensor.device.type == "meta":
+        return
+    tensor = local_tensor(tensor.detach())
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
