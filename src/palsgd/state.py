@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -313,7 +313,9 @@ def _save_anchor(of: Parts) -> ModelLike | None:
 
 def _load_anchor(of: Parts, saved: Mapping[str, Tensor] | None, load: Loading) -> None:
     at = of.worker.at
-    at.has_anchor = at.has_anchor and saved is not None and of.syncer is not None
+    if at.has_anchor and saved is None:
+        raise ValueError("the state lacks the anchor; give all of what was saved")
+    at.has_anchor = at.has_anchor and of.syncer is not None
     if at.has_anchor:
         assert saved is not None
         assert of.syncer is not None
@@ -520,26 +522,31 @@ def _load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
 def _save_rank(of: Parts) -> dict[str, Any]:
     syncer = of.syncer
     residues = [] if syncer is None else syncer.residues.items()
+    found = [{"fragment": f, "message": m, "own": r.own, "mean": r.mean} for (f, m), r in residues]
     return {
-        _rank(of): {
-            "residues": [
-                {"fragment": f, "message": m, "own": r.own, "mean": r.mean}
-                for (f, m), r in residues
-            ],
-            "bucket": 0 if syncer is None else syncer.memory.bucket_size,
-            "pending": _save_pending(of),
-        }
+        "residues": _of_rank(of, found),
+        "bucket": 0 if syncer is None else syncer.memory.bucket_size,
+        "pending": _save_pending(of) or _room_for_pending(of),
     }
+
+
+def _of_rank(of: Parts, value: Any) -> dict[str, Any]:
+    """The value under the name of this rank. A checkpoint that the ranks of a worker write together
+    thus has the tensors of each, which are no shards of common ones."""
+    return {f"rank {of.transport.rank_inside}": value}
+
+
+def _mine(of: Parts, saved: Any) -> Any:
+    """What `_of_rank` saved on this rank; None if the state is of other ranks."""
+    return None if saved is None else saved.get(f"rank {of.transport.rank_inside}")
 
 
 def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer = of.syncer
     if syncer is None or not of.worker.at.has_anchor:
         return
-    own = saved.get(_rank(of)) or {"residues": [], "pending": None}
-    syncer.residues = _residues(of, own, load)
-    pending = None if own["pending"] is None else _pending(syncer, own["pending"])
-    if pending is None:
+    syncer.residues = _residues(of, saved, load)
+    if saved["pending"] is None or saved["pending"].get("empty"):
         return
     other = load.differs("fragments", "workers", "method")
     if other is not None:
@@ -547,6 +554,7 @@ def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
             f"the sync under way does not fit {other}, so its steps are sent with the next one"
         )
         return
+    pending = _pending(of, saved["pending"])
     if load.differs("sync_every", "delay", "warmup_steps"):
         # applied before the next step, as the new schedule has no place for it
         pending = replace(pending, at=pending.at._replace(due=of.worker.at.clock))
@@ -556,13 +564,16 @@ def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer.pending = pending
 
 
-def _residues(of: Parts, own: dict[str, Any], load: Loading) -> dict[tuple[int, int], Residue]:
+def _residues(of: Parts, saved: dict[str, Any], load: Loading) -> dict[tuple[int, int], Residue]:
     """What codecs have not sent yet, if it belongs to the same messages as now."""
     assert of.syncer is not None
-    found = own["residues"]
+    found = _mine(of, saved["residues"])
+    if found is None:  # the ranks of the worker that saved were others
+        load.dropped.append("what codecs had not sent yet is of other ranks and is left out")
+        return {}
     other = load.differs("workers", "fragments", "compress", "method")
-    if found and other is None and own.get("bucket", 0) != of.syncer.memory.bucket_size:
-        other = "bucket_mb" if "bucket" in own else None
+    if found and other is None and saved.get("bucket", 0) != of.syncer.memory.bucket_size:
+        other = "bucket_mb" if "bucket" in saved else None
     if found and other is None and any(r["own"] is None or r["mean"] is None for r in found):
         other = "a state from which their tensors are missing"
     if found and other is not None:
@@ -571,10 +582,6 @@ def _residues(of: Parts, own: dict[str, Any], load: Loading) -> dict[tuple[int, 
     return {
         (r["fragment"], r["message"]): Residue(r["own"].clone(), r["mean"].clone()) for r in found
     }
-
-
-def _rank(of: Parts) -> str:
-    return f"rank {of.transport.rank_inside}"
 
 
 def _save_pending(of: Parts) -> dict[str, Any] | None:
@@ -602,6 +609,18 @@ def _save_pending(of: Parts) -> dict[str, Any] | None:
     }
 
 
+def _room_for_pending(of: Parts) -> dict[str, Any] | None:
+    """The tensors that a pending sync would have, if there may be one. A checkpoint is read into
+    the tensors of a new optimizer's state, which has none under way."""
+    if of.syncer is None or not of.config["delay"]:
+        return None
+    # each its own, as a reader writes into them
+    values, when_sent = (
+        _model_like(of.replica, _scratch(of.syncer, of.replica.dtype)) for _ in range(2)
+    )
+    return {"empty": True, "messages": [{"values": values}], "local_when_sent": when_sent}
+
+
 def _save_message(of: Parts, pending: PendingSync, number: int) -> dict[str, Any]:
     message, left = pending.messages[number], pending.messages[number].left
     tail = pending.tail if number == 0 else 0
@@ -609,13 +628,13 @@ def _save_message(of: Parts, pending: PendingSync, number: int) -> dict[str, Any
     like_model = pending.parts[number].displacement
     return {
         "values": _spread(of, pending.at.fragment, body) if like_model else body,
-        "tail": message.values[len(body) :],
+        "tail": message.values[len(body) :].tolist(),
         "sent": message.sent,
         "divisor": message.divisor,
         "gather": message.gather,
         "gathered": message.gathered,
-        "rows": message.rows,
-        "left": None if left is None else [left.own, left.mean],
+        "rows": None if message.rows is None else _of_rank(of, message.rows),
+        "left": None if left is None else _of_rank(of, [left.own, left.mean]),
     }
 
 
@@ -638,33 +657,43 @@ def _gathered_up(syncer: Syncer, fragment: int, saved: Any) -> Tensor | None:
     return spread.part(fragment).clone()
 
 
-def _pending(syncer: Syncer, saved: dict[str, Any]) -> PendingSync:
+def _pending(of: Parts, saved: dict[str, Any]) -> PendingSync:
+    assert of.syncer is not None
     kept = dict(saved)
     at: Any = [tuple(each) if isinstance(each, list) else each for each in kept["at"]]
     kept["at"], fragment = Moment(*at), int(at[0])
     kept["parts"] = [SentPart(*part) for part in kept["parts"]]
-    kept["messages"] = [_message(syncer, fragment, found) for found in kept["messages"]]
-    kept["local_when_sent"] = _gathered_up(syncer, fragment, kept["local_when_sent"])
+    kept["messages"] = [_message(of, fragment, found) for found in kept["messages"]]
+    kept["local_when_sent"] = _gathered_up(of.syncer, fragment, kept["local_when_sent"])
+    if kept["local_when_sent"] is None:
+        _lacks_pending()
     return PendingSync(**kept)
 
 
-def _message(syncer: Syncer, fragment: int, saved: dict[str, Any]) -> Message:
-    left, values = saved["left"], _gathered_up(syncer, fragment, saved["values"])
-    if values is None or (left is not None and any(each is None for each in left)):
-        raise ValueError(
-            "the state lacks tensors of the sync that was under way when it was saved; give all of "
-            "what was saved"
-        )
-    if saved.get("tail") is not None:
-        values = torch.cat([values, saved["tail"].to(values)])
+def _message(of: Parts, fragment: int, saved: dict[str, Any]) -> Message:
+    assert of.syncer is not None
+    left, rows = _mine(of, saved["left"]), _mine(of, saved["rows"])
+    values = _gathered_up(of.syncer, fragment, saved["values"])
+    found = [values, rows if saved["rows"] is not None else 0]
+    found += (left or [None]) if saved["left"] is not None else []
+    if any(each is None for each in found):
+        _lacks_pending()
+    assert values is not None
     return Message(
-        values,
+        torch.cat([values, values.new_tensor(saved.get("tail", []))]),
         sent=saved["sent"],
         divisor=saved.get("divisor", 1),
         gather=saved["gather"],
         arrived_gathered=saved.get("gathered", False),
-        rows=None if saved["rows"] is None else saved["rows"].clone(),
+        rows=None if rows is None else rows.clone(),
         left=None if left is None else Residue(left[0].clone(), left[1].clone()),
+    )
+
+
+def _lacks_pending() -> NoReturn:
+    raise ValueError(
+        "the state lacks tensors of the sync that was under way when it was saved; give all of "
+        "what was saved, or save where no sync is under way"
     )
 
 

@@ -210,7 +210,7 @@ def test_the_outer_state_is_cut_anew_for_other_fragments(fragments):
 def residues_and_k(folder, savers, **rules):
     model, opt = diloco(compress="int8", **rules)
     if dist.get_world_size() == savers:
-        take_steps(model, opt, 6)
+        take_steps(model, opt, 8)
         torch.save(saved(model, opt), f"{folder}/{dist.get_rank()}.pt")
         return len(residues_of(opt)), []
     weights, state = torch.load(f"{folder}/{min(dist.get_rank(), savers - 1)}.pt")
@@ -230,7 +230,8 @@ def test_residues_are_dropped_by_name_where_the_number_of_workers_changes(world,
     for left, said, clock in world.run(residues_and_k, workers=3, **job):
         assert left == 0
         assert any("what codecs had not sent yet does not fit workers=3" in line for line in said)
-        assert clock == 14
+        assert any("the sync under way does not fit workers=3" in s for s in said) == (delay > 0)
+        assert clock == 16
 
 
 # -- the same iteration ------------------------------------------------------------------------

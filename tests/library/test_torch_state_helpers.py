@@ -242,7 +242,7 @@ def through_files(folder, case, flatten, stop):
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("stop", [2, 14])
-@pytest.mark.parametrize("case", ["palsgd", "fragments", "outer adam", "scaffold", "ddp"])
+@pytest.mark.parametrize("case", ["palsgd", "delay", "fragments", "outer adam", "scaffold", "ddp"])
 def test_a_checkpoint_of_torchs_helpers_is_read_into_a_new_optimizer(
     world, tmp_path, case, flatten, stop
 ):
