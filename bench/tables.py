@@ -1,4 +1,5 @@
-"""The tables of README.md, bench/README.md and docs/cluster.md, made from the records behind them.
+"""The tables of README.md, bench/README.md, docs/cluster.md and docs/memory.md, made from the
+records behind them.
 
     python bench/tables.py            # write them anew
     python bench/tables.py --check    # say which differ from their records; exit code 1 if any
@@ -10,6 +11,7 @@ have no record behind them and are written by hand:
     README.md         what differs between the classes; the workloads; the rules
     bench/README.md   bare all-reduces over emulated links (they were only printed);
                       the figures at the end of bench/peers.py (chosen from two of its records)
+    docs/memory.md    what each setting keeps
     docs/cluster.md   the paper's clusters (printed by `palsgd plan --paper-clusters`)
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-FILES = ("README.md", "bench/README.md", "docs/cluster.md")
+FILES = ("README.md", "bench/README.md", "docs/cluster.md", "docs/memory.md")
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 sys.path.append(str(HERE / "peers"))
 
@@ -292,6 +294,22 @@ def validate_cluster() -> str:
     return markdown(columns, rows)
 
 
+# -- bench/memory.py -------------------------------------------------------------------------------
+
+
+def memory(name: str) -> str:
+    if not (RESULTS / f"{name}.json").is_file():
+        return "(There is no record yet.)"
+    found = record(name)
+    rows = [
+        (f"`{row['setting']}`", f"{row['alive_models']:.2f}", f"{row['peak_models']:.2f}",
+         ratio(row["round_over_bare"]))
+        for row in found["rows"]
+    ]  # fmt: skip
+    columns = ("setting", "alive, in models", "peak, in models", "a round over bare steps")
+    return f"{place(found)}, {found['elements']:,} elements\n\n{markdown(columns, rows)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step-summary": step_summary,
     "step-gpu": step_gpu,
@@ -313,6 +331,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-100mbit": partial(peers_pace, "100mbit"),
     "peers-loopback": partial(peers_pace, "loopback"),
     "validate-cluster": validate_cluster,
+    "memory-gpu": partial(memory, "memory-h200"),
+    "memory-cpu": partial(memory, "memory-2cores"),
 }
 
 

@@ -5,6 +5,7 @@ from torch import nn
 
 from palsgd.digest import digest
 from palsgd.flat import FlatModel, split_evenly
+from palsgd.offload import Home, fill
 from palsgd.replica import Replica
 
 
@@ -12,10 +13,16 @@ class Anchor(FlatModel):
     """The last global model in full precision, cut into fragments. Each fragment has its own
     sync."""
 
-    def __init__(self, replica: Replica, fragments: int = 1):
-        layout = replica.layout
+    def __init__(self, replica: Replica, fragments: int = 1, *, offload: bool = False):
+        layout, self.home = replica.layout, Home(replica.device, offload)
         ranges = split_evenly(layout.size, fragments)
-        super().__init__(layout, ranges, dtype=replica.dtype, device=replica.device)
+        super().__init__(
+            layout,
+            ranges,
+            dtype=replica.dtype,
+            device=self.home.storage,
+            pinned=self.home.pinned,
+        )
         self._replica = replica
         # The tensors that the outer optimizer moves: for each fragment its tensors, or pieces of
         # them.
@@ -30,7 +37,11 @@ class Anchor(FlatModel):
     @torch.no_grad()
     def set_from_local(self) -> None:
         """The local model becomes the global one."""
-        torch._foreach_copy_(self.views, self._replica.local())
+        local = self._replica.local()
+        if self.home.offloaded:
+            fill(self.flat, self._replica.layout, range(len(self.flat)), local, self.home)
+        else:
+            torch._foreach_copy_(self.views, local)
 
     @torch.no_grad()
     def copy_to_local(self, fragment: int | None = None) -> None:

@@ -16,6 +16,7 @@ from palsgd.meter import Meter
 from palsgd.method import Facts
 from palsgd.method_state import MethodState
 from palsgd.method_view import MethodView
+from palsgd.offload import MESSAGE, Home, check_elementwise
 from palsgd.options import Options
 from palsgd.outer import OuterFactory, OuterScheduler, bound_scheduler
 from palsgd.replica import Replica
@@ -49,17 +50,13 @@ def build_worker(
         same_data=options.same_data,
         buffers=list(buffers.statistics),
     )
-    memory = MessageMemory(
-        replica,
-        bucket_size=max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize),
-        tail=guard.header.size + len(replica.params) + untrained.size + buffers.encoded_size,
-        keeps_all=options.fragments > 1 or options.delay > 0,
-    )
+    tail = guard.header.size + len(replica.params) + untrained.size + buffers.encoded_size
+    memory = _memory(replica, Home(replica.device), tail, options)
     syncer = None
     if options.has_rounds:
-        anchor = _anchor(replica, options.fragments)
+        anchor = _anchor(replica, options.fragments, offload=options.offload)
         names = options.average_state or ()
-        states = MethodState(options.method, replica, anchor.ranges, names)
+        states = MethodState(options.method, replica, anchor, names)
         built = _outer_optimizer(outer, anchor)
         syncer = Syncer(
             method=options.method,
@@ -69,7 +66,9 @@ def build_worker(
             outer_scheduler=bound_scheduler(outer_scheduler, built),
             buffers=buffers,
             guard=guard,
-            memory=memory,
+            # The warm-up averages gradients on the device. Syncs use the same memory, unless their
+            # messages are kept in host memory.
+            memory=_memory(replica, anchor.home, tail, options) if options.offload else memory,
             meter=meter,
             codec=options.codec,
             delayed=options.delay > 0,
@@ -89,6 +88,17 @@ def build_worker(
         meter=meter,
         listeners=Listeners(),
         interval=_interval(options),
+    )
+
+
+def _memory(replica: Replica, home: Home, tail: int, options: Options) -> MessageMemory:
+    size = max(1, int(options.bucket_mb * 2**20) // replica.dtype.itemsize)
+    return MessageMemory(
+        replica,
+        home,
+        bucket_size=min(size, MESSAGE) if options.offload else size,
+        tail=tail,
+        keeps_all=options.fragments > 1 or options.delay > 0 or options.offload,
     )
 
 
@@ -117,13 +127,13 @@ def _interval(options: Options) -> AutoInterval | None:
     return AutoInterval(options.auto, fragments=options.fragments, delay=options.delay)
 
 
-def _anchor(replica: Replica, fragments: int) -> Anchor:
+def _anchor(replica: Replica, fragments: int, *, offload: bool) -> Anchor:
     if fragments > 1 and replica.sharded:
         raise ValueError(
             f"fragments={fragments} cut through tensors, which sharded parameters cannot bear; use "
             "fragments=1, with delay= to overlap"
         )
-    return Anchor(replica, fragments)
+    return Anchor(replica, fragments, offload=offload)
 
 
 def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
@@ -140,4 +150,6 @@ def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
             f"{type(built).__name__}; use palsgd.nesterov(lr=0.7) or "
             "lambda params: torch.optim.Adam(params, lr=1e-3)"
         )
+    if anchor.home.offloaded:
+        check_elementwise(built)
     return built

@@ -51,7 +51,7 @@ class Evaluation:
         if self._modes and averaged:
             self._held += averaged.held()
         with torch.no_grad():
-            self._kept = [t.clone() for t in self._held]
+            self._kept = [worker.aside(t) for t in self._held]
         self._hidden: list[tuple[dict[str, Any], str, Any]] = []
 
     def show(self) -> Exchange:
@@ -80,7 +80,7 @@ class Evaluation:
     @contextmanager
     def interrupted(self) -> Iterator[None]:
         """Inside, the model and the inner state are those of training, for example to be saved."""
-        shown, hidden = [t.clone() for t in self._held], self._hidden
+        shown, hidden = [self._worker.aside(t) for t in self._held], self._hidden
         self.end()
         try:
             yield

@@ -1,6 +1,7 @@
 """Where each tensor lies in one flat buffer, and how ranges of that buffer are copied into buckets
 to be sent."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -32,6 +33,11 @@ class Layout:
         for i in self.order:
             self.starts[i] = self.size
             self.size += self.sizes[i]
+        self._bounds = sorted(self.starts)
+
+    def start_of(self, place: int) -> int:
+        """Where the tensor begins that has the element at `place`."""
+        return self._bounds[bisect_right(self._bounds, place) - 1]
 
     def view(self, i: int, buffer: Tensor, start: int) -> Tensor:
         """Tensor `i` in the elements of `buffer` from `start` on."""
@@ -74,7 +80,7 @@ class Bucket:
     """
 
     def __init__(self, layout: Layout, low: int, buffer: Tensor):
-        self._layout, self._low, self.flat = layout, low, buffer
+        self._layout, self.low, self.flat = layout, low, buffer
         self._whole: list[tuple[int, Tensor]] = []  # tensor, its view in the buffer
         self._cut: list[tuple[int, slice, slice]] = []  # tensor, the part of it, the part's place
         high = low + buffer.numel()
@@ -133,7 +139,7 @@ class Bucket:
         return sorted(whole + cut, key=lambda found: found.tensor)
 
     def _place_of(self, i: int) -> Place:
-        start = self._layout.starts[i] - self._low
+        start = self._layout.starts[i] - self.low
         return Place(i, None, slice(start, start + self._layout.sizes[i]))
 
     def put_back(self, parts: list[Tensor], tensors: list[Tensor]) -> None:
@@ -159,9 +165,13 @@ class Bucket:
             if flat.data_ptr() != tensors[i].data_ptr():  # was a copy, not a view
                 tensors[i].copy_(self._layout.view(i, flat, 0))
 
+    def part(self, place: range) -> Tensor:
+        """The elements of this range that lie at `place` of the flat model."""
+        return self.flat[place.start - self.low : place.stop - self.low]
+
     def part_of(self, flat: Tensor) -> Tensor:
         """The elements of this range in another flat model."""
-        return flat[self._low : self._low + self.flat.numel()]
+        return flat[self.low : self.low + self.flat.numel()]
 
     def subtract(self, flat: Tensor, views: list[Tensor], tensors: list[Tensor]) -> None:
         """Fill the bucket with `flat` minus `tensors`. `views` are the views of `flat`, tensor by
@@ -230,9 +240,15 @@ class FlatModel:
     """
 
     def __init__(
-        self, layout: Layout, ranges: list[range], *, dtype: torch.dtype, device: torch.device
+        self,
+        layout: Layout,
+        ranges: list[range],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pinned: bool = False,
     ):
-        self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
+        self.flat = torch.zeros(layout.size, dtype=dtype, device=device, pin_memory=pinned)
         self.views, self.ranges = layout.views(self.flat), ranges
         self._fragments = [Bucket(layout, r.start, self.flat[r.start : r.stop]) for r in ranges]
 

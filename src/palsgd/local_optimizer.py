@@ -110,6 +110,7 @@ class LocalOptimizer(Optimizer):
         blend: float | None = None,
         outer_scheduler: OuterScheduler | None = None,
         average_state: Sequence[str] | None = None,
+        offload: bool = False,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
     ):
@@ -135,6 +136,7 @@ class LocalOptimizer(Optimizer):
             same_data=same_data,
             blend=blend,
             average_state=average_state,
+            offload=offload,
         )
         if options.has_rounds:
             check_modes(inner, options.average_state)
@@ -165,7 +167,7 @@ class LocalOptimizer(Optimizer):
             "outer": _signature(self.outer),
             "outer_scheduler": described(self.outer_scheduler),
         }
-        self._agree(replica, bucket_mb)
+        self._agree(replica, bucket_mb=bucket_mb, offload=offload)
         self._join_others()
         self._worker.warmup.switch(on=self._worker.warming_up)
         self.set_scheduler(scheduler)
@@ -177,13 +179,14 @@ class LocalOptimizer(Optimizer):
         if self.transport.workers > 1 and self.transport is not ambient_transport():
             self._unsynced = Unsynced(self)
 
-    def _agree(self, replica: Replica, bucket_mb: float) -> None:
-        """Raise unless the settings that must be equal on all workers are equal."""
+    def _agree(self, replica: Replica, **sizes: Any) -> None:
+        """Raise unless the settings that must be equal on all workers are equal. `sizes` are those
+        that a saved state and its reader need not have in common."""
         worker = self._worker
         settings = self.config | {
             "parameters": replica.describe(),
             "the model's buffers": worker.warmup.buffers.describe(),
-            "bucket_mb": bucket_mb,
+            **sizes,
             "same_data": not worker.warmup.guard.compares_work,
             "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
         }
@@ -242,7 +245,9 @@ class LocalOptimizer(Optimizer):
     ) -> None:
         """Step `scheduler` once per step of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-            scheduler = scheduler(self)
+            # A scheduler holds its optimizer. Made from this one, it would close a cycle, which
+            # keeps the anchor in memory until the garbage collector runs. The groups are the same.
+            scheduler = scheduler(self.inner)
         if scheduler is not None:
             check_scheduler(scheduler, self.inner)
         bound = getattr(scheduler, "optimizer", None)
@@ -436,7 +441,8 @@ class LocalOptimizer(Optimizer):
                 try:
                     sent = fulfil(self.transport, request)
                 except RuntimeError as error:
-                    request = exchange.throw(self._lost_peer(error))
+                    lost = not isinstance(error, torch.OutOfMemoryError)
+                    request = exchange.throw(self._lost_peer(error) if lost else error)
                 except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
                 else:

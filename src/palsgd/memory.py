@@ -5,15 +5,19 @@ import torch
 from torch import Tensor
 
 from palsgd.flat import Bucket, Buckets
+from palsgd.offload import Home
 from palsgd.replica import Replica
 
 
 class MessageMemory:
-    def __init__(self, replica: Replica, *, bucket_size: int, tail: int, keeps_all: bool):
+    def __init__(
+        self, replica: Replica, home: Home, *, bucket_size: int, tail: int, keeps_all: bool
+    ):
         self._layout, self.bucket_size = replica.layout, bucket_size
         self._tail = tail  # numbers that may be sent behind the first bucket
         self._keeps_all = keeps_all  # is memory larger than a bucket kept too?
-        self.template = torch.empty(0, dtype=replica.dtype, device=replica.device)
+        self.home = home
+        self.template = torch.empty(0, dtype=replica.dtype, device=home.storage)
         self._storage: Tensor | None = None
         self._buckets: dict[tuple[range, int], Buckets] = {}
         self._when_sent: Tensor | None = None
@@ -27,7 +31,7 @@ class MessageMemory:
         """The buckets of some elements. `whole=True`: one bucket, however large."""
         width = max(1, len(part) if whole else min(self.bucket_size, len(part)))
         if self._storage is None or len(self._storage) < width + self._tail:
-            storage = self.template.new_empty(width + self._tail)
+            storage = self.home.empty(width + self._tail, self.template.dtype)
             if width > self.bucket_size and not self._keeps_all:
                 return Buckets(self._layout, part, width, storage)
             self._storage = storage
@@ -50,5 +54,5 @@ class MessageMemory:
     def local_when_sent(self, part: range) -> Bucket:
         """The memory that keeps a fragment of the local model as it was sent."""
         if self._when_sent is None or len(self._when_sent) < len(part):
-            self._when_sent = self.template.new_empty(len(part))
+            self._when_sent = self.home.empty(len(part), self.template.dtype)
         return Bucket(self._layout, part.start, self._when_sent[: len(part)])

@@ -292,6 +292,10 @@ class Method:
             found.setdefault("delay", "rounds of varying length may end before a sync arrives")
             found.setdefault("fragments", "rounds of varying length have no fixed places for them")
             found.setdefault("sync_every", "its own length() says how long a round is")
+        whole = [slot for slot in _NEED_ALL if self.overrides(slot)]
+        if whole or state_scalars((*self.local_state, *self.global_state)):
+            seen = f"its {whole[0]}()" if whole else "its state"
+            found.setdefault("offload", f"{seen} needs all tensors at once, not piece by piece")
         if self.overrides("weights"):
             found.setdefault("compress", "codes are averaged over all workers, not over some")
             found.setdefault("delay", "every worker's own mean would arrive late")
@@ -307,6 +311,9 @@ def state_scalars(entries: Sequence[str | Scalar]) -> dict[str, float]:
     """The states that are numbers, with their initial values."""
     return {entry.name: entry.initial for entry in entries if isinstance(entry, Scalar)}
 
+
+# slots that are not called piece by piece when the anchor is kept in host memory
+_NEED_ALL = ("payload", "restart", "join", "weights", "global_model")
 
 _RENAMED = {
     "local_rule": "write after_gradient(w, rate, mixing) instead",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palsgd.anchor import Anchor
 from palsgd.digest import chained, digest
 from palsgd.flat import FlatModel
 from palsgd.method import Method, state_names, state_scalars
@@ -27,16 +28,18 @@ class MethodState:
     the common states."""
 
     def __init__(
-        self,
-        method: Method,
-        replica: Replica,
-        ranges: list[range],
-        averaged: Sequence[str] = (),
+        self, method: Method, replica: Replica, anchor: Anchor, averaged: Sequence[str] = ()
     ):
         check_names(method)
 
         def new() -> FlatModel:
-            return FlatModel(replica.layout, ranges, dtype=replica.dtype, device=replica.device)
+            return FlatModel(
+                replica.layout,
+                anchor.ranges,
+                dtype=replica.dtype,
+                device=anchor.home.storage,
+                pinned=anchor.home.pinned,
+            )
 
         self.local = {name: new() for name in state_names(method.local_state)}
         self.common = {name: new() for name in state_names(method.global_state)}

@@ -1,6 +1,7 @@
 """Makes the `w` through which the rules of a method see their worker's tensors."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.anchor import Anchor
-from palsgd.flat import Bucket
+from palsgd.flat import Bucket, FlatModel
 from palsgd.method_state import MethodState
+from palsgd.offload import Window, windows
 from palsgd.replica import Replica
 from palsgd.sharding import local_tensor
 from palsgd.tensors import WorkerTensors
@@ -43,6 +45,77 @@ class MethodView:
             "inner": lambda: self._whole_inner(self.replica.params),
         }
         return self._made(sources, groups=self.replica.groups, **known)
+
+    # -- window by window, if the anchor is kept in host memory ---------------------------------
+
+    def everywhere(self, **known: Any) -> Iterator[WorkerTensors]:
+        """All tensors of the model: one `w`, or one for each window. Changes of a `w` are kept when
+        the next one is asked for."""
+        if not self.anchor.home.offloaded:
+            yield self.whole(**known)
+            return
+        for window in self.windows():
+            with self.in_window(window, window.copy(self.anchor.flat), **known) as w:
+                yield w
+
+    def gradients_everywhere(self, **known: Any) -> Iterator[WorkerTensors]:
+        """The same of the tensors that have a gradient, with their gradients."""
+        if not self.anchor.home.offloaded:
+            yield self.with_gradients(**known)
+            return
+        for window in self.windows():
+            anchor = window.copy(self.anchor.flat)
+            with self.in_window(window, anchor, gradients=True, **known) as w:
+                yield w
+
+    def windows(self, fragment: int | None = None) -> Iterator[Window]:
+        """The windows of the model, or of a fragment."""
+        place = range(len(self.anchor.flat)) if fragment is None else self.anchor.ranges[fragment]
+        return windows(self.replica.layout, place, self.anchor.home.device)
+
+    @contextmanager
+    def in_window(
+        self,
+        window: Window,
+        anchor: Bucket,
+        *,
+        local: Callable[[], list[Tensor]] | None = None,
+        gradients: bool = False,
+        rates: Sequence[float] = (),
+        rate_sums: Sequence[float] = (),
+        **known: Any,
+    ) -> Iterator[WorkerTensors]:
+        """The tensors of a window, whose part of the anchor is given. Changes are kept on leaving,
+        except those of the anchor, which belong to who made the copy. `local()` gives the pieces of
+        the local model, if they are not those of the present one."""
+        owners, params = anchor.owners(), self.replica.params
+        cuts = Cuts(anchor)
+        if gradients:
+            cuts.chosen = [k for k, i in enumerate(owners) if params[i].grad is not None]
+        group_of = [self._group_of[i] for i in cuts.pick(owners)]
+        kept = self.states.local | self.states.common
+        sources: dict[str, Callable[[], Any]] = {
+            name: partial(_in_window, cuts, window, each) for name, each in kept.items()
+        }
+        sources |= {
+            "local": local or (lambda: cuts.of([t.detach() for t in self.replica.local()])),
+            "anchor": lambda: cuts.pick(anchor.parts()),
+            "inner": lambda: InnerState(self._inner, params, cuts.of, lambda *_: None),
+            "rates": lambda: [rates[g] for g in group_of],
+            "rate_sums": lambda: [rate_sums[g] for g in group_of],
+        }
+        if gradients:
+            sources["grad"] = lambda: cuts.of(self._gradients())
+        yield self._made(sources, groups=self._groups(group_of), **known)
+        window.store()
+        cuts.put_back()
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients. A tensor without one stands in its own place, where nobody looks."""
+        pairs = zip(self.replica.grads(), self.replica.local(), strict=True)
+        return [x.detach() if g is None else g for g, x in pairs]
+
+    # -- whole tensors, or fragments -------------------------------------------------------------
 
     def with_gradients(self, **known: Any) -> WorkerTensors:
         """The tensors that have a gradient, with their gradients."""
@@ -127,6 +200,32 @@ class MethodView:
             total += tensor.double().square().sum()
         self._transport.sum_over_shards(total)
         return float(total.sqrt())
+
+
+class Cuts:
+    """Pieces of tensors that lie in a window, and their way back."""
+
+    def __init__(self, bucket: Bucket):
+        self._bucket = bucket
+        self.chosen: list[int] | None = None  # of the window's tensors; None: all of them
+        self._shown: list[tuple[list[Tensor], list[Tensor]]] = []  # pieces, and what they are of
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        pieces = self._bucket.parts(tensors)
+        self._shown.append((pieces, tensors))
+        return self.pick(pieces)
+
+    def pick(self, found: list[Any]) -> list[Any]:
+        return found if self.chosen is None else [found[k] for k in self.chosen]
+
+    def put_back(self) -> None:
+        """Write the pieces that are copies, as their tensors have gaps, into their tensors."""
+        for pieces, tensors in self._shown:
+            self._bucket.put_back(pieces, tensors)
+
+
+def _in_window(cuts: Cuts, window: Window, kept: FlatModel) -> list[Tensor]:
+    return cuts.pick(window.copy(kept.flat, writes=True).parts())
 
 
 def _chosen(source: Callable[[], list[Tensor]], have: list[int]) -> list[Tensor]:

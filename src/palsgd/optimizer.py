@@ -139,7 +139,7 @@ class DDP(LocalOptimizer):
         inner: the torch optimizer of each worker, or a list of them.
 
     It has no rounds, so `sync_every`, `warmup_steps`, `outer`, `outer_scheduler`, `compress`,
-    `delay`, `fragments` and `blend` are refused.
+    `delay`, `fragments`, `blend` and `offload` are refused.
 
     Example:
         >>> import torch, palsgd
@@ -154,7 +154,7 @@ class DDP(LocalOptimizer):
     }
 
     def __init__(self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any):
-        for name in ("compress", "delay", "fragments", "blend", "outer_scheduler"):
+        for name in ("compress", "delay", "fragments", "blend", "outer_scheduler", "offload"):
             nothing = NOTHING.get(name)
             if options.get(name, nothing) not in (nothing, "none"):
                 raise ValueError(

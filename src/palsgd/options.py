@@ -41,6 +41,8 @@ OPTIONS = """
             the outer optimizer. It is stepped once per round.
         average_state: names of the inner optimizer's tensors that are set to their mean over the
             workers at a sync, such as ("z",) for a schedule-free optimizer.
+        offload: keep the anchor, the outer optimizer's state, messages and residues in host memory.
+            Arithmetic stays on the device of the model, piece by piece, and gives the same weights.
         group: the process group of the workers, if they are not all ranks.
         transport: a `palsgd.Transport` instead of a process group; `palsgd.Alone()` for one worker.
 
@@ -70,6 +72,7 @@ class Options:
     same_data: bool
     blend: float | None
     average_state: tuple[str, ...] | None
+    offload: bool
 
     @property
     def has_rounds(self) -> bool:
@@ -125,10 +128,16 @@ def checked_options(
     )
     check_choice("draws", options.draws, DRAWS)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
+    _check_flag("offload", options.offload)
     _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
     if options.blend is not None:
         words = "a number in [0, 1]: the share of itself that a local model keeps at a sync"
         check_number("blend", options.blend, words, low=below(0.0), high=math.nextafter(1, 2))
+    if options.average_state and options.offload:
+        raise ValueError(
+            f"average_state={options.average_state} with offload=True: the inner state would be "
+            "averaged as a whole on the device; leave one of them out"
+        )
     if options.average_state and options.delay:
         raise ValueError(
             f"average_state={options.average_state} with delay={options.delay}: the inner state "
@@ -143,6 +152,7 @@ def checked_options(
         delay=options.delay,
         fragments=options.fragments,
         sync_every=auto,
+        offload=options.offload,
     )
     _check_lag(first, auto, options.delay, options.fragments)
     _check_names(method)
@@ -153,11 +163,16 @@ def checked_options(
             fragments=options.fragments,
             blend=options.blend,
             outer_scheduler=outer_scheduler,
+            offload=options.offload,
         )
     return options
 
 
-NOTHING = {"delay": 0, "fragments": 1}  # what leaves an option out, where it is not None
+NOTHING = {
+    "delay": 0,
+    "fragments": 1,
+    "offload": False,
+}  # what leaves an option out, where it is not None
 
 
 def _plain(number: Any) -> Any:
@@ -180,6 +195,11 @@ def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None:
             check_number(name, value, "a number > 0", low=0.0)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is neither True nor False; use {name}=True")
 
 
 def _check_refusals(method: Method, **options: Any) -> None:

@@ -4,7 +4,7 @@ A sync over a fast link takes about as long as its passes over memory. Each oper
 model reads the model from memory again, as the model is larger than a core's cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_hooks
 
 from palsgd.digest import Digest, block_of, folded, sum_of_words, total
 from palsgd.flat import Bucket, FlatModel
+from palsgd.offload import Window
 
 PIECE = 1 << 17  # elements; three such pieces, 1.5 MiB in fp32, fit into the L2 cache of a core
 
@@ -66,6 +67,28 @@ def _displaced(squares: Tensor, digest: Tensor | None, moved: Tensor | None) -> 
     numbers = iter(torch.stack(totals).tolist() if totals else [])
     found = [None if total is None else folded(next(numbers)) for total in (digest, moved)]
     return Displaced(squares, *found)
+
+
+def displaced_in_windows(
+    bucket: Bucket,
+    anchor: FlatModel,
+    local: list[Tensor],
+    cut: Iterable[Window],
+    *,
+    with_digest: bool,
+    with_moved: bool = False,
+) -> Displaced:
+    """The same for an anchor and a bucket in host memory. The subtraction is done on the device of
+    the local model."""
+    squares = []
+    for window in cut:
+        here = window.copy(anchor.flat)
+        here.flat.sub_(window.read(local, here.flat.dtype).flat)
+        squares.append(torch.linalg.vector_norm(here.flat).square())
+        bucket.part(window.place).copy_(here.flat)
+    whole = total(bucket.part_of(anchor.flat)) if with_digest else None
+    moved = sum_of_words(bucket.flat) if with_moved else None
+    return _displaced(torch.stack(squares).sum().to(bucket.flat.device), whole, moved)
 
 
 def _pieces(bucket: Bucket, filled: Iterator[int]) -> Iterator[slice]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
-from palsgd.codecs.coded_mean import Residue
+from palsgd.codecs.residues import PartResidue, from_messages
 from palsgd.flat import FlatModel
 from palsgd.packing import ModelLike, like_shard, numbers, packed, snapshot, unpacked
 from palsgd.replica import Replica
@@ -198,8 +198,6 @@ def _go_on_from_anchor(of: Parts, number: int, load: Loading) -> None:
     if syncer.pending is not None:
         part = syncer.anchor.part(syncer.pending.at.fragment)
         syncer.pending.local_when_sent = part.clone()
-        for message in syncer.pending.messages:
-            message.left = None
     warnings.warn(
         f"worker {of.transport.worker} loads the state of worker {number}: it goes on from the "
         f"global model, with worker {number}'s inner state; to resume bit for bit, save and load "
@@ -295,7 +293,7 @@ def _load_model_like(replica: Replica, kept: FlatModel, saved: Mapping[str, Tens
 
 def _scratch(syncer: Syncer, dtype: torch.dtype) -> FlatModel:
     """Tensors of the model's shapes, cut into fragments as the anchor is."""
-    layout, device = syncer.replica.layout, syncer.replica.device
+    layout, device = syncer.replica.layout, syncer.anchor.home.storage
     return FlatModel(layout, syncer.anchor.ranges, dtype=dtype, device=device)
 
 
@@ -558,9 +556,6 @@ def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     if load.differs("sync_every", "delay", "warmup_steps"):
         # applied before the next step, as the new schedule has no place for it
         pending = replace(pending, at=pending.at._replace(due=of.worker.at.clock))
-    if load.differs("compress"):
-        for message in pending.messages:
-            message.left = None
     syncer.pending = pending
 
 
@@ -576,12 +571,64 @@ def _residues(of: Parts, saved: dict[str, Any], load: Loading) -> dict[tuple[int
         other = "bucket_mb" if "bucket" in saved else None
     if found and other is None and any(r["own"] is None or r["mean"] is None for r in found):
         other = "a state from which their tensors are missing"
-    if found and other is not None:
+    if other is None:
+        return _residues(of, found, own["pending"])
+    if found or _left(own["pending"]):
         load.dropped.append(f"what codecs had not sent yet does not fit {other} and is left out")
+    return {}
+
+
+def _residues(
+    of: Parts, saved: list[dict[str, Any]], pending: dict[str, Any] | None
+) -> dict[tuple[int, str], PartResidue]:
+    like = of.worker.syncer.memory.template
+    if not any("message" in entry for entry in saved) and not _left(pending):
+        return {(r["fragment"], r["part"]): PartResidue.loaded(r, like) for r in saved}
+    return _message_residues(of, saved, _left(pending))
+
+
+def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """What the messages of a pending sync have left unsent, in an older state. A newer state has it
+    in the residues."""
+    if pending is None:
+        return []
+    return [
+        {
+            "fragment": pending["at"][0],
+            "message": m,
+            "own": found["left"][0],
+            "mean": found["left"][1],
+        }
+        for m, found in enumerate(pending["messages"])
+        if found.get("left") is not None
+    ]
+
+
+def _message_residues(
+    of: Parts, saved: list[dict[str, Any]], left: list[dict[str, Any]]
+) -> dict[tuple[int, str], PartResidue]:
+    """The residues of an older state, which has them message by message."""
+    syncer, found = of.worker.syncer, {}
+    if syncer.codec is None:
         return {}
-    return {
-        (r["fragment"], r["message"]): Residue(r["own"].clone(), r["mean"].clone()) for r in found
-    }
+    by_place = {(entry["fragment"], entry["message"]): entry for entry in [*saved, *left]}
+    for fragment in sorted({fragment for fragment, _ in by_place}):
+        entries = [by_place[key] for key in sorted(by_place) if key[0] == fragment]
+        kept = from_messages(
+            entries,
+            syncer.messages(fragment),
+            syncer.codec,
+            worker=of.transport.worker,
+            workers=of.transport.workers,
+            like=syncer.memory.template,
+        )
+        if kept is None or syncer.method.overrides("payload"):
+            raise ValueError(
+                "the state has residues of messages that are cut otherwise here, and an earlier "
+                "release saved it; go on once with the bucket_mb and the release that saved it"
+            )
+        found[fragment, "model"] = kept
+    return found
 
 
 def _save_pending(of: Parts) -> dict[str, Any] | None:
@@ -622,7 +669,7 @@ def _room_for_pending(of: Parts) -> dict[str, Any] | None:
 
 
 def _save_message(of: Parts, pending: PendingSync, number: int) -> dict[str, Any]:
-    message, left = pending.messages[number], pending.messages[number].left
+    message = pending.messages[number]
     tail = pending.tail if number == 0 else 0
     body = message.values[: len(message.values) - tail]
     like_model = pending.parts[number].displacement

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from palsgd.buffers import Buffers
 from palsgd.checks import check_choice, check_int
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue
+from palsgd.codecs.residues import PartResidue
 from palsgd.digest import chained
 from palsgd.finite import all_finite
 from palsgd.flat import Bucket
@@ -34,7 +36,14 @@ from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
 from palsgd.method import REDUCTIONS, Method, Part, Payload
 from palsgd.method_view import MethodView
-from palsgd.passes import can_divide, displaced, divided_step
+from palsgd.offload import OuterPieces, Window, fill, windows
+from palsgd.passes import (
+    Displaced,
+    can_divide,
+    displaced,
+    displaced_in_windows,
+    divided_step,
+)
 from palsgd.payload import wire_bytes
 from palsgd.tensors import Reduced, WorkerTensors, mix_
 from palsgd.transports.requests import Finish, Request, Start
@@ -136,7 +145,7 @@ class Syncer:
             param: {name: _copy(value) for name, value in entry.items()}
             for param, entry in outer.state.items()
         }
-        self.residues: dict[tuple[int, int], Residue] = {}  # by fragment and message
+        self.residues: dict[tuple[int, str], PartResidue] = {}  # by fragment and part
         self._moved: dict[int, int] = {}  # 32 bits of each fragment's displacement in this round
         self.pending: PendingSync | None = None  # the sync that is sent and not yet applied
         # Without a common anchor equal displacements are no equal models.
@@ -148,7 +157,9 @@ class Syncer:
         self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
         rules = rules or averaged is not None or blend is not None
-        self.rules, self.whole = rules, delayed or self._low or rules
+        self.rules = rules
+        self.whole = delayed or self._low or rules or self.anchor.home.offloaded
+        self.outer_pieces = OuterPieces(outer, self.replica.layout)
 
     # -- the two halves ------------------------------------------------------------------------
 
@@ -187,11 +198,19 @@ class Syncer:
         for message, _ in self._pack(pending):
             yield Start(message)
         if trains:
-            kept = self.memory.local_when_sent(self.anchor.ranges[at.fragment])
-            kept.read(self.replica.local())
-            pending.local_when_sent = kept.flat
+            pending.local_when_sent = self._local_now(at.fragment)
         self.pending = pending
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
+
+    def _local_now(self, fragment: int) -> Tensor:
+        """A flat copy of a fragment of the local model."""
+        place, local = self.anchor.ranges[fragment], self.replica.local()
+        kept = self.memory.local_when_sent(place)
+        if self.anchor.home.offloaded:
+            fill(kept.flat, self.replica.layout, place, local, self.anchor.home)
+        else:
+            kept.read(local)
+        return kept.flat
 
     def apply(self) -> Generator[Request, int, Outcome | None]:
         """Wait for the means of the pending sync and apply them. None if there was nothing to
@@ -255,12 +274,8 @@ class Syncer:
             digest, moved, first = None, None, not pending.messages
             if bucket is not None:
                 alone = first and not self._parks(at.fragment)
-                found = displaced(
-                    bucket,
-                    self.anchor,
-                    self.replica.local(),
-                    with_digest=alone,
-                    with_moved=first and self.compares_models,
+                found = self._displaced(
+                    bucket, with_digest=alone, with_moved=first and self.compares_models
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
@@ -270,8 +285,10 @@ class Syncer:
                 values.zero_()
             elif part.reduction == "weighted":
                 values.mul_(payload.weight)
-            message = self._message(pending, part, values)
+            message = self._message(pending, part, values, bucket)
             message.takes_sum = takes_sum
+            if self.anchor.home.offloaded:
+                message.device, message.piece = self.replica.device, self.memory.bucket_size
             if not pending.messages:
                 tail = self._tail(pending, payload, report)
                 message.values = self.memory.with_tail(values, tail)
@@ -283,6 +300,15 @@ class Syncer:
             pending.distance = float(squares.sqrt())
         else:
             pending.distance = w.norm(torch._foreach_sub(w.anchor, w.local))
+
+    def _displaced(self, bucket: Bucket, **wanted: bool) -> Displaced:
+        """Fill a bucket with the anchor minus the local model."""
+        local = self.replica.local()
+        if not self.anchor.home.offloaded:
+            return displaced(bucket, self.anchor, local, **wanted)
+        place = range(bucket.low, bucket.low + bucket.flat.numel())
+        cut = windows(self.replica.layout, place, self.anchor.home.device)
+        return displaced_in_windows(bucket, self.anchor, local, cut, **wanted)
 
     def _values(
         self, at: Moment, parts: list[Part]
@@ -306,16 +332,40 @@ class Syncer:
     def _takes_sum(self, fragment: int) -> bool:
         """Does the outer step divide the sum of the displacements, which saves a pass over the
         sum?"""
+        if self.anchor.home.offloaded:
+            return False
         alone = not self.rules and self.codec is None and not self._parks(fragment)
         return alone and self.replica.device.type == "cpu" and can_divide(self.outer)
 
-    def _message(self, pending: PendingSync, part: Part, values: Tensor) -> Message:
+    def _message(
+        self, pending: PendingSync, part: Part, values: Tensor, bucket: Bucket | None
+    ) -> Message:
         if part.reduction == "gather" or self.method.overrides("weights"):
             return Message(values, gather=True)
-        if self.codec is None or not part.coded:
-            return Message(values)
-        number = len(pending.messages)
-        return Message(values, 0, self.codec, self.residues.get((pending.at.fragment, number)))
+        if self.codec is None or not part.coded or self.guard.workers == 1:
+            return Message(values, codec=self.codec if part.coded else None)
+        fragment = pending.at.fragment
+        place = range(len(values)) if bucket is None else self._place(fragment, bucket)
+        return Message(values, 0, self.codec, self._residue(fragment, part.name, place, bucket))
+
+    def _residue(self, fragment: int, name: str, place: range, bucket: Bucket | None) -> Residue:
+        """What earlier messages of this part and place have left unsent."""
+        assert self.codec is not None
+        messages = [place] if bucket is None else self.messages(fragment)
+        known = {"worker": self.guard.worker, "workers": self.guard.workers}
+        kept = self.residues.get((fragment, name))
+        if kept is None:
+            kept = PartResidue.of(messages, self.codec, like=self.memory.template, **known)
+            self.residues[fragment, name] = kept
+        return kept.cut(messages, self.codec, **known)[messages.index(place)]
+
+    def messages(self, fragment: int) -> list[range]:
+        """The elements of a fragment that are sent in each message of its displacement."""
+        return [self._place(fragment, bucket) for bucket in self._buckets(fragment)]
+
+    def _place(self, fragment: int, bucket: Bucket) -> range:
+        low = bucket.low - self.anchor.ranges[fragment].start
+        return range(low, low + bucket.flat.numel())
 
     def _model_digest(self, fragment: int, moved: int) -> int:
         """A digest that is equal on two workers whose local models are equal, from the 32 bits of
@@ -333,8 +383,13 @@ class Syncer:
 
     def _equals_anchor(self, fragment: int) -> bool:
         """Is the local model equal to the anchor in the model's own, low precision?"""
-        pairs = zip(self.view.local_pieces(fragment), self.anchor.pieces(fragment), strict=True)
-        return all(torch.equal(x, a.to(x.dtype)) for x, a in pairs)
+        if not self.anchor.home.offloaded:
+            return _equal(self.view.local_pieces(fragment), self.anchor.pieces(fragment))
+        for window in self.view.windows(fragment):
+            with self.view.in_window(window, window.copy(self.anchor.flat)) as w:
+                if not _equal(w.local, w.anchor):
+                    return False
+        return True
 
     def _report(
         self,
@@ -453,9 +508,6 @@ class Syncer:
             self._restart(pending)
         else:
             self._start_over(at.round)
-        for number, message in enumerate(pending.messages):
-            if message.left is not None:
-                self.residues[at.fragment, number] = message.left
         if self._ends_round(at):
             self.buffers.after_sync(arrival.numbers, self.guard.workers, verdict.contributors)
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
@@ -469,6 +521,9 @@ class Syncer:
     ) -> None:
         """Change the anchor. Only this fragment's pieces have a gradient, so the outer step changes
         only them."""
+        if self.anchor.home.offloaded:
+            self._step_in_windows(pending, scalars, contributors)
+            return
         at, parts = pending.at, self._reduced(pending, scalars.get(_WEIGHT, 1.0), contributors)
         params = self.anchor.outer_params[at.fragment]
         if any(p.name == "model" and p.reduction != "gather" for p in pending.parts):
@@ -487,6 +542,27 @@ class Syncer:
         if self.averaged is not None:
             self.averaged.apply(at.fragment, means, w, self.blend)
         self.states.keep_scalars(w)
+
+    def _step_in_windows(
+        self, pending: PendingSync, scalars: dict[str, float], contributors: int
+    ) -> None:
+        """Change an anchor that is kept in host memory, window by window."""
+        at, anchor = pending.at, self.anchor
+        start, params = anchor.ranges[at.fragment].start, anchor.outer_params[at.fragment]
+        places, sent = anchor.places(at.fragment), pending.local_when_sent
+        self.outer_pieces.begin()
+        for window in self.view.windows(at.fragment):
+            here = window.copy(anchor.flat, writes=True)
+            mean = window.copy(pending.messages[0].values, start=start)
+            local = None
+            if sent is not None:
+                local = partial(_parts_of, window, sent, start)
+            with (
+                self.view.in_window(window, here, local=local, **_known(at)) as w,
+                self.outer_pieces.on_device(params, places, here, mean),
+            ):
+                reduced = Reduced({"model": mean.parts()}, scalars, contributors)
+                self.method.apply(w, reduced, self.outer)
 
     def _pieces_as_sent(self, pending: PendingSync) -> list[Tensor]:
         fragment = pending.at.fragment
@@ -549,12 +625,24 @@ class Syncer:
 
     def _blend(self, fragment: int, share: float) -> None:
         """x_k <- share x_k + (1 - share) x."""
+        if self.anchor.home.offloaded:
+            for window in self.view.windows(fragment):
+                with self.view.in_window(window, window.copy(self.anchor.flat)) as w:
+                    mix_(w.local, w.anchor, 1.0 - share)
+            return
         local = self.view.local_pieces(fragment)
         mix_(local, self.anchor.pieces(fragment), 1.0 - share)
         self.anchor.put_back(fragment, local, [t.detach() for t in self.replica.local()])
 
     def _keep_local_progress(self, fragment: int, when_sent: Tensor) -> None:
         """x_k <- x + (x_k - x_k when it was sent)."""
+        if self.anchor.home.offloaded:
+            start = self.anchor.ranges[fragment].start
+            for window in self.view.windows(fragment):
+                here = window.copy(self.anchor.flat)
+                here.flat.sub_(window.copy(when_sent, start=start).flat)
+                here.add(self.replica.local())
+            return
         shift = torch.sub(self.anchor.part(fragment), when_sent, out=when_sent)
         low = self.anchor.ranges[fragment].start
         Bucket(self.replica.layout, low, shift).add(self.replica.local())
@@ -579,14 +667,25 @@ class Syncer:
             self.averaged.round_ended()
 
     def _tensors(self, at: Moment, local: Any) -> WorkerTensors:
-        return self.view.fragment(
-            at.fragment,
-            local,
-            rates=at.rates,
-            rate_sums=at.rate_sums,
-            round=at.round,
-            gradient_steps=at.gradient_steps,
-        )
+        return self.view.fragment(at.fragment, local, **_known(at))
+
+
+def _known(at: Moment) -> dict[str, Any]:
+    """What a method is told about the steps before a sync."""
+    return {
+        "rates": at.rates,
+        "rate_sums": at.rate_sums,
+        "round": at.round,
+        "gradient_steps": at.gradient_steps,
+    }
+
+
+def _parts_of(window: Window, kept: Tensor, start: int) -> list[Tensor]:
+    return window.copy(kept, start=start).parts()
+
+
+def _equal(local: list[Tensor], anchor: list[Tensor]) -> bool:
+    return all(torch.equal(x, a.to(x.dtype)) for x, a in zip(local, anchor, strict=True))
 
 
 def _copy(value: Any) -> Any:

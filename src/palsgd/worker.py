@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from palsgd.auto_interval import AutoInterval
 from palsgd.digest import chained
@@ -23,7 +24,7 @@ from palsgd.ledger import Ledger
 from palsgd.meter import Meter
 from palsgd.method import Facts, Method
 from palsgd.payload import wire_bytes
-from palsgd.position import PHASES, Position, check, encode
+from palsgd.position import FINISH, OPENING, SYNC, WARMUP, Position, check, encode
 from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.requests import Request
@@ -189,7 +190,7 @@ class Worker:
         before = self.ledger.bytes_sent
         self.inner.replica.check_unchanged()
         if self.warmup.in_step:
-            yield from self._compare_positions(PHASES[0])
+            yield from self._compare_positions(WARMUP)
             self.meter.gradient_done()
             with self.meter.watch.timing("sync_s"):
                 sound = yield from self.warmup.average(self.at.clock, self._count_message)
@@ -239,7 +240,7 @@ class Worker:
     def _start_local_phase(self) -> Exchange:
         """Set the anchor to the model, after the workers have compared their models."""
         syncer, at, warmup = self.syncer, self.at, self.warmup
-        yield from self._compare_positions(PHASES[1])
+        yield from self._compare_positions(OPENING)
         self.inner.replica.check_unchanged()
         self.inner.replica.check_held()
         syncer.anchor.set_from_local()
@@ -279,23 +280,29 @@ class Worker:
 
     @torch.no_grad()
     def _before_gradient(self) -> None:
-        w = self.syncer.view.with_gradients(**self._when(self.at.clock))
-        if w.grad:  # torch's functions on lists refuse empty ones
-            self.method.before_gradient(w)
-        self.syncer.states.keep_scalars(w)
+        for w in self.syncer.view.gradients_everywhere(**self._when(self.at.clock)):
+            if w.grad:  # torch's functions on lists refuse empty ones
+                self.method.before_gradient(w)
+            self.syncer.states.keep_scalars(w)
 
     def _after_gradient(self, rate: list[float] | None, mixing: list[list[float]]) -> None:
         if not self.method.acts_after_gradient(mixing):
             return
-        w = self.syncer.view.whole(**self._when(self.at.clock - 1))
-        with torch.no_grad():
-            weights = self.method.after_gradient(w, rate, mixing)
-        self.syncer.states.keep_scalars(w)
+        weights = self._rule_after_gradient(rate, mixing)
         if weights is not None:
             low, high = map(float, weights)
             self.ledger.saw_betas(low, high)
             self.meter.mixing_done()
             self._tell(Mixed, steps=len(mixing), weight_min=low, weight_max=high)
+
+    @torch.no_grad()
+    def _rule_after_gradient(
+        self, rate: list[float] | None, mixing: list[list[float]]
+    ) -> tuple[Any, Any] | None:
+        for w in self.syncer.view.everywhere(**self._when(self.at.clock - 1)):
+            weights = self.method.after_gradient(w, rate, mixing)  # equal in all windows
+            self.syncer.states.keep_scalars(w)
+        return weights
 
     def _when(self, step: int) -> dict[str, int]:
         """What a rule is told of the time, for a step that begins or began at this clock."""
@@ -492,7 +499,8 @@ class Worker:
         through: list[Outcome] = []
         for kind, fragment in due:
             if kind == "sync" or (kind == "send" and self.compares_position):
-                yield from self._compare_positions(PHASES[2])
+                finished = self.syncer.guard.finished
+                yield from self._compare_positions(FINISH if finished else SYNC)
             outcome = None
             if kind == "apply":
                 outcome = yield from self.syncer.apply()
@@ -521,7 +529,8 @@ class Worker:
         exchange after a load and, if several optimizers share a process group, before each."""
         if not (self.compares_position or self.crowded) or self.facts.workers == 1:
             return
-        mine = Position(phase, self.at.clock, len(self.ledger.history), self.optimizer)
+        clock = 0 if phase == FINISH else self.at.clock  # workers finish at any clock of a round
+        mine = Position(phase, clock, len(self.ledger.history), self.optimizer)
         values = encode(self.number, self.facts.workers, mine, self.warmup.template)
         # The message is not in the ledger, so that the ledger of a resumed run is that of a run
         # that was never interrupted.
@@ -679,6 +688,10 @@ class Worker:
             local = [t.detach() for t in self.inner.replica.local()]
             torch._foreach_copy_(local, unflattened(values, local))
         syncer.buffers.copy_to_local()
+
+    def aside(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the local model, while the model shows another one."""
+        return tensor.clone() if self._syncer is None else self.syncer.anchor.home.aside(tensor)
 
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""

@@ -32,6 +32,16 @@ FIGURES = {
     "link": {  # steps, exchanges, bytes; a sync has the roll call beside the model's 9,610 floats
         "none": {"ddp": [4, 4, 4 * 4 * 9610], "diloco": [4, 2, about(2 * 4 * 9610, 0.01)]}
     },
+    "memory": {
+        "elements": 1440,
+        "syncs": {
+            "int8": 6,
+            "fragments=4, delay=1, int8": 24,
+            "int8, offload": 6,
+            "fragments=4, delay=1, int8, offload": 24,
+        },
+        "offload gives the same weights": True,
+    },
     "peers": {
         name: {"parameters": 26624, "gradient_steps": 32, "final_loss": about(4.7625)}
         for name in ("post-local", "localsgd")

@@ -61,7 +61,7 @@ def distance(name, outer):
         pairs = zip(x - local, left, strict=True)
         messages = [Message(change, 0, codec, residue) for change, residue in pairs]
         average_in_memory(messages)
-        left = [message.left for message in messages]
+        left = [message.residue for message in messages]
         mean = messages[0].values
         velocity = momentum * velocity + mean
         x = x - lr * (mean + momentum * velocity)

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from palsgd.codecs import BLOCK, TopK, message_bytes
-from palsgd.transports import Message, average_in_memory
+from palsgd.codecs import BLOCK, Codec, TopK, coded_mean, message_bytes
+from palsgd.codecs.residues import PartResidue
+from palsgd.transports import Message, Transport, average_in_memory
+from palsgd.transports.transport import CodecError
+from support.allocations import Allocations
 from support.exchanges import CODECS, codec_of, digest, rounds_in_memory
 
 
@@ -35,9 +38,9 @@ def test_nothing_is_lost_what_is_not_in_the_mean_is_left_for_later(name, workers
     brought = [torch.randn(size + 7) for _ in range(workers)]
     messages = [Message(b.clone(), 7, codec_of(name)) for b in brought]
     average_in_memory(messages)
-    stays = torch.stack([m.left.own for m in messages]).double().mean(dim=0)
+    stays = torch.stack([m.residue.own for m in messages]).double().mean(dim=0)
     if not messages[0].codec.gathered:
-        stays += torch.cat([m.left.mean for m in messages]).double()
+        stays += torch.cat([m.residue.mean for m in messages]).double()
     expected = torch.stack([b.double() for b in brought]).mean(dim=0)
     got = messages[0].values.double()[:size] + stays[:size]
     torch.testing.assert_close(got, expected[:size], rtol=0, atol=1e-5)
@@ -56,7 +59,7 @@ def test_with_error_feedback_the_sum_over_rounds_stays_near_the_true_sum(name):
         pairs = zip(direction, left, strict=True)
         messages = [Message(d.clone(), 0, codec, residue) for d, residue in pairs]
         average_in_memory(messages)
-        left = [message.left for message in messages]
+        left = [message.residue for message in messages]
         total += messages[0].values
     assert float((total - true).norm() / true.norm()) < 1e-3
 
@@ -69,7 +72,7 @@ def test_top_k_sends_the_code_of_its_values_and_of_a_decayed_residue():
     messages = [Message(b.clone(), 0, codec) for b in before]
     average_in_memory(messages)
     messages = [
-        Message(b.clone(), 0, codec, m.left) for b, m in zip(brought, messages, strict=True)
+        Message(b.clone(), 0, codec, m.residue) for b, m in zip(brought, messages, strict=True)
     ]
     average_in_memory(messages)
     sent = []
@@ -77,8 +80,8 @@ def test_top_k_sends_the_code_of_its_values_and_of_a_decayed_residue():
         e = first - codec.decode(codec.encode(first.view(-1, BLOCK))).view(-1)
         e = 0.95 * e + second
         sent.append(codec.decode(codec.encode(e.view(-1, BLOCK))).view(-1))
-        assert torch.equal(message.left.own, e - sent[-1])
-        assert message.left.mean.numel() == 0
+        assert torch.equal(message.residue.own, e - sent[-1])
+        assert message.residue.mean.numel() == 0
     assert torch.equal(messages[2].values, (sent[0] + sent[1] + sent[2]) / 3)
 
 
@@ -106,3 +109,103 @@ def test_the_bytes_of_a_message_are_those_of_its_blocks_and_its_tail(name, expec
     codec = codec_of(name)
     got = message_bytes(elements=1007, exact=7, itemsize=4, codec=codec, workers=3)
     assert got == expected
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_message_in_segments_and_pieces_has_the_bits_of_one_that_is_coded_at_once(
+    monkeypatch, name, workers
+):
+    """Residues of two earlier rounds included; a segment has two blocks for every worker."""
+    whole, sent = rounds_in_memory(name, workers, size=20_000)
+    monkeypatch.setattr(coded_mean, "SEGMENT", 2 * workers * BLOCK)
+    monkeypatch.setattr(coded_mean, "PIECE", {"cpu": BLOCK})
+    cut, sent_too = rounds_in_memory(name, workers, size=20_000)
+    assert sent == sent_too
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one.values, other.values)
+        assert torch.equal(one.residue.own, other.residue.own)
+    if not whole[0].codec.gathered:  # a mean's residue lies with the worker that codes the mean
+        assert sorted(means(whole)) == sorted(means(cut))
+
+
+def means(messages):
+    return torch.cat([message.residue.mean for message in messages]).tolist()
+
+
+class Twice(Transport):
+    """The second of two workers brings what the first one brings."""
+
+    workers = 2
+
+    def mean(self, message):
+        pass
+
+    def scatter(self, rows):
+        return rows[:1].repeat(2, 1)
+
+    def gather(self, row):
+        return row.repeat(2, 1)
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk:0.03"])
+def test_a_coded_message_takes_no_more_than_its_residues_and_64_mib(name):
+    message = Message(torch.randn(3 << 23), 0, codec_of(name))
+    with Allocations() as seen:
+        Twice().exchange(message)
+    residues = message.residue.own.nbytes + message.residue.mean.nbytes
+    assert seen.alive == residues
+    assert residues <= 1.5 * message.values.nbytes
+    assert seen.peak - residues <= 64 * 2**20
+
+
+def test_an_exchange_that_fails_leaves_the_residue_as_it_was():
+    class Flaky(Twice):
+        def gather(self, row):
+            raise ConnectionResetError("the peer is gone")
+
+    codec = codec_of("int8")
+    message = Message(torch.randn(1000), 0, codec)
+    Twice().exchange(message)
+    before = message.residue.own.clone(), message.residue.mean.clone()
+    with pytest.raises(ConnectionResetError):
+        Flaky().exchange(Message(torch.randn(1000), 0, codec, message.residue))
+    assert torch.equal(message.residue.own, before[0])
+    assert torch.equal(message.residue.mean, before[1])
+
+
+class Broken(Codec):
+    """It cannot code a message that has a 3 in it."""
+
+    def encode(self, blocks):
+        if (blocks == 3).any():
+            torch.ones(2) + torch.ones(3)
+        return torch.zeros(len(blocks), 1, dtype=torch.uint8)
+
+    def decode(self, codes):
+        return torch.zeros(len(codes), BLOCK)
+
+
+def test_a_codec_that_fails_is_no_lost_worker():
+    with pytest.raises(CodecError, match=r"'broken' failed on a message of 5 values \(The size"):
+        Twice().exchange(Message(torch.full((5,), 3.0), 0, Broken()))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_residues_that_are_cut_otherwise_lose_nothing(workers):
+    """What the next mean will have of them, the mean of all own residues plus the residue of the
+    mean, is the same under messages of another size."""
+    torch.manual_seed(0)
+    codec, before, after = codec_of("int8"), [range(5000)], [range(1700), range(1700, 5000)]
+    total = {"before": torch.zeros(5000), "after": torch.zeros(5000)}
+    for worker in range(workers):
+        who = dict(worker=worker, workers=workers)
+        kept = PartResidue.of(before, codec, like=torch.empty(0), **who)
+        kept.own.normal_()
+        kept.mean.normal_()
+        for name, messages in (("before", before), ("after", after)):
+            kept.cut(messages, codec, **who)
+            total[name] += kept.own / workers
+            covered = torch.cat([torch.tensor([*each], dtype=torch.long) for each in kept.ranges])
+            total[name][covered] += kept.mean
+    torch.testing.assert_close(total["after"], total["before"])

@@ -1,5 +1,7 @@
 """Training with coded messages: in processes, in simulation, in several buckets, interrupted."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -125,12 +127,58 @@ def interrupted_job(fail_at):
     return vector(model), {k: r.own.numpy() for k, r in residues_of(opt).items()}
 
 
-def test_a_sync_that_is_done_again_forgets_what_its_first_try_left(world):
+def test_a_sync_that_is_done_again_leaves_all_workers_with_the_same_model(world):
     """Both workers stop at the same message and go back to the anchor, so the round's progress
-    is lost, but the residues are those of syncs that were applied."""
+    is lost. The residues of the messages before it are those of the first try."""
     got = world.run(interrupted_job, workers=2, fail_at=5)
     np.testing.assert_array_equal(got[0][0], got[1][0])
     assert all(np.isfinite(r).all() for r in got[0][1].values())
+
+
+def resumed_job(first_mb, then_mb, compress, offload=(False, False), delay=0):
+    """A run that goes on with messages of another size in the middle of a round."""
+    torch.manual_seed(0)
+    models, opts = [], []
+    for mb, away in zip((first_mb, then_mb), offload, strict=True):
+        torch.manual_seed(0)
+        models.append(wide_net())
+        inner = torch.optim.SGD(models[-1].parameters(), lr=0.05)
+        settings = dict(bucket_mb=mb, compress=compress, offload=away, delay=delay)
+        opts.append(palsgd.DiLoCo(models[-1], inner, sync_every=5, **settings))
+    data = batches(dtype=torch.float32)
+    steps(models[0], opts[0], data, 17)
+    models[1].load_state_dict(models[0].state_dict())
+    opts[1].load_state_dict(deepcopy(opts[0].state_dict()))  # torch's optimizers share tensors
+    for model, opt in zip(models, opts, strict=True):
+        steps(model, opt, data, 13)
+    return [vector(model) for model in models]
+
+
+def steps(model, opt, data, count):
+    for i in range(count):
+        opt.zero_grad()
+        mse(model, data[i % len(data)]).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("compress", ["int8", "int4", "topk:0.05"])
+@pytest.mark.parametrize(("first_mb", "then_mb"), [(128.0, 0.002), (0.002, 128.0), (0.003, 0.002)])
+def test_a_compressed_run_goes_on_with_messages_of_another_size(world, first_mb, then_mb, compress):
+    """Only blocks are cut at other places, so the runs stay as near as codes are fine."""
+    sizes = dict(first_mb=first_mb, then_mb=then_mb)
+    (straight, other), second = world.run(resumed_job, workers=2, compress=compress, **sizes)
+    np.testing.assert_array_equal(other, second[1])
+    fine = {"int8": 1e-3, "int4": 5e-3, "topk:0.05": 3e-2}
+    np.testing.assert_allclose(other, straight, atol=fine[compress])
+
+
+@pytest.mark.parametrize("compress", [None, "int8"])
+@pytest.mark.parametrize("offload", [(False, True), (True, False)])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_state_goes_on_bit_for_bit_with_offload_and_without(world, compress, offload, delay):
+    given = dict(first_mb=128.0, then_mb=128.0, compress=compress, offload=offload, delay=delay)
+    for straight, resumed in world.run(resumed_job, workers=2, **given):
+        np.testing.assert_array_equal(straight, resumed)
 
 
 def alone(compress):

@@ -14,7 +14,10 @@ ROOT = Path(palsgd.__file__).parent
 LAYERS = (
     ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
     ("outer", "progress", "scalars", "sharding", "unsynced", "units"),
-    ("auto_interval", "codecs", "ledger", "meter", "replica", "schedule", "two_levels", "wrapped"),
+    (
+        *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
+        *("two_levels", "wrapped"),
+    ),
     (
         *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
         *("position", "transports"),

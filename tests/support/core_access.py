@@ -1,9 +1,13 @@
 """What tests read of an optimizer that users cannot: all access to its private parts is here, so
 that a change of the core changes this file and no test."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from palsgd import offload
 from palsgd.codecs.coded_mean import Residue
 from palsgd.packing import packed, unpacked
 from palsgd.worker import Worker
@@ -89,3 +93,31 @@ def with_fields(opt, state, fields) -> dict:
     replica = core_of(opt).inner.replica
     _, inner = unpacked(state, replica, opt.transport.rank_inside)
     return packed(fields, inner, replica)
+
+
+def held_tensors(opt) -> list[Tensor]:
+    """Tensors whose memory an optimizer holds: of the anchor, the outer optimizer, messages, and
+    fragments as they were sent."""
+    syncer = core_of(opt).syncer
+    state = [v for s in syncer.outer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    residues = [t for kept in syncer.residues.values() for t in (kept.own, kept.mean)]
+    memory = [t for t in (message_memory(opt), departure_memory(opt)) if t is not None]
+    anchor = syncer.anchor
+    return [anchor.flat, *anchor.views, *anchor.params, *state, *residues, *memory]
+
+
+@contextmanager
+def windows_opened(elements: int) -> Iterator[list[range]]:
+    """The ranges of the flat model that are copied to the device inside, of so many elements."""
+    opened: list[range] = []
+    init, width = offload.Window.__init__, offload.WINDOW
+
+    def noted(self, layout, place, device):
+        opened.append(place)
+        init(self, layout, place, device)
+
+    offload.Window.__init__, offload.WINDOW = noted, elements
+    try:
+        yield opened
+    finally:
+        offload.Window.__init__, offload.WINDOW = init, width

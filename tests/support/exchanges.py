@@ -49,7 +49,7 @@ def rounds_in_memory(name, workers, turns=3, exact=7, **kw):
         pairs = zip(values, left, strict=True)
         messages = [Message(v, exact, codec, residue) for v, residue in pairs]
         sent = average_in_memory(messages)
-        left = [message.left for message in messages]
+        left = [message.residue for message in messages]
     return messages, sent
 
 
@@ -60,12 +60,12 @@ def rounds_over(transport: Transport, name, turns=3, exact=7, **kw):
         values = brought(transport.worker, turn, exact=exact, **kw)
         message = Message(values, exact, codec, left)
         sent = transport.exchange(message)
-        left = message.left
+        left = message.residue
     return (*arrays(message), sent)
 
 
 def arrays(message):
-    left = message.left
+    left = message.residue
     if left is None:
         return message.values.numpy(), None, None
     return message.values.numpy(), left.own.numpy(), left.mean.numpy()
@@ -74,6 +74,12 @@ def arrays(message):
 def digest(messages):
     """Of the bits of the mean and of all that was left."""
     found = hashlib.sha256(messages[0].values.numpy().tobytes())
-    for message in messages:
-        found.update(message.left.own.numpy().tobytes() + message.left.mean.numpy().tobytes())
+    rows = -(-len(messages[0].residue.own) // (len(messages) * BLOCK)) * BLOCK
+    for message in messages:  # with zeros up to whole blocks, as the hashes were recorded
+        own = padded(message.residue.own.numpy(), len(messages) * rows)
+        found.update(own.tobytes() + padded(message.residue.mean.numpy(), rows).tobytes())
     return found.hexdigest()[:16]
+
+
+def padded(values, size):
+    return np.pad(values, (0, size - len(values)))

@@ -121,8 +121,8 @@ def test_workers_get_the_bits_of_memory_and_hand_over_what_is_counted(name, work
     got = together(Full, workers, lambda t: (*rounds_over(t, name, turns=1, dtype=dtype), t.given))
     for message, (values, own, mean, nbytes, given) in zip(expected, got, strict=True):
         assert torch.equal(message.values, torch.tensor(values))
-        assert torch.equal(message.left.own, torch.tensor(own))
-        assert torch.equal(message.left.mean, torch.tensor(mean))
+        assert torch.equal(message.residue.own, torch.tensor(own))
+        assert torch.equal(message.residue.mean, torch.tensor(mean))
         assert nbytes == sent == given
 
 

@@ -4,7 +4,7 @@ It does what `palsgd.sync.Syncer` does for one worker, in the same two halves. P
 tensor by tensor. Coded means use the exchange in memory of palsgd.transports.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,7 +55,6 @@ class StackedPending:
     gathered: set[str]
     scalars: dict[str, float]
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    left: dict[tuple[int, int], list[Residue]] = field(default_factory=dict)
     local_when_sent: list[Tensor] | None = None  # None: the local models have not moved since
 
     @property
@@ -84,7 +83,8 @@ class StackedSyncer:
         self._syncer: Syncer = worker.syncer
         self._method, self._anchor = worker.method, view.anchor
         self._layout, self._workers = view.replica.layout, view.workers
-        self._residues: dict[tuple[int, int], list[Residue]] = {}  # by fragment and message
+        # by fragment and message, for each worker
+        self._residues: dict[tuple[int, int], list[Residue | None]] = {}
         self.gradients = [0] * self._workers  # digests that the next sync compares
 
     @property
@@ -281,7 +281,7 @@ class StackedSyncer:
         width, used = max(1, width), 0
         for low in range(0, max(1, rows.shape[1]), width):
             key = (fragment, number + used)
-            pending.left[key] = self._exchanged(rows[:, low : low + width], key)
+            self._exchange(rows[:, low : low + width], key)
             used += 1
         # Where no worker is finite the sync is refused when it is applied, in either engine.
         mean = rows[0] * (self._workers / max(1, pending.contributors))
@@ -301,15 +301,15 @@ class StackedSyncer:
             rows[:, place] = flat_rows(self._layout, tensor, x) if cut is None else x
         return rows
 
-    def _exchanged(self, rows: Tensor, key: tuple[int, int]) -> list[Residue]:
-        """Replace the rows by their coded mean. Returns what each worker has left unsent."""
-        left: Sequence[Residue | None] = self._residues.get(key) or [None] * self._workers
+    def _exchange(self, rows: Tensor, key: tuple[int, int]) -> None:
+        """Replace the rows by their coded mean, and keep what each worker has left unsent."""
+        left = self._residues.get(key) or [None] * self._workers
         messages = [
             Message(row, 0, self._syncer.codec, residue)
             for row, residue in zip(rows, left, strict=True)
         ]
         average_in_memory(messages)
-        return [message.left for message in messages if message.left is not None]
+        self._residues[key] = [message.residue for message in messages]
 
     # -- what came back ------------------------------------------------------------------------
 
@@ -324,7 +324,6 @@ class StackedSyncer:
         self.gradients = [0] * self._workers  # they are compared once
         self._global_step(pending)
         self._restart(pending)
-        self._residues.update({key: left for key, left in pending.left.items() if left})
         self._set_buffers(pending)
 
     def _global_step(self, pending: StackedPending) -> None:

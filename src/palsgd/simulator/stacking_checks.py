@@ -35,6 +35,8 @@ class LossModule(nn.Module):
 def check_stackable(model: nn.Module, opt: LocalOptimizer) -> None:
     """Refuse what the stacked program would ignore without an error."""
     inner, scheduler = opt.inner, opt._worker.inner.scheduler
+    if opt._worker._syncer is not None and opt._worker.syncer.anchor.home.offloaded:
+        raise CannotVectorizeError("offload=True keeps the anchor off the device")
     for name, each in (("the optimizer", opt), ("the inner optimizer", inner)):
         if has_step_hooks(each):
             raise CannotVectorizeError(f"{name} has step hooks")

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from palsgd.codecs.coded_mean import Coded, coded_mean
 from palsgd.transports.transport import Message, Transport, check_agreement
 
 
@@ -71,14 +70,10 @@ def _plain_mean(messages: Sequence[Message]) -> None:
 
 
 def _coded_mean(messages: Sequence[Message]) -> None:
-    coded = [_coded(message, len(messages)) for message in messages]
-    type(coded[0]).in_memory(coded)
-    for message, each in zip(messages, coded, strict=True):
-        message.left = each.left
+    coded = [message.segments(k, len(messages)) for k, message in enumerate(messages)]
+    for segment in zip(*coded, strict=True):
+        type(segment[0]).in_memory(segment)
+    for message in messages:
+        message.keep_residue()
     for message in messages[1:]:  # every worker would decode the same bytes
         message.values.copy_(messages[0].values)
-
-
-def _coded(message: Message, workers: int) -> Coded:
-    assert message.codec is not None
-    return coded_mean(message.values, message.exact, message.codec, message.residue, workers)

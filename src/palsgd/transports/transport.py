@@ -7,7 +7,7 @@ to train, also with `delay`. Compressed messages need `scatter` and `gather` too
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from palsgd.codecs.codec import Codec
-from palsgd.codecs.coded_mean import Residue, coded_mean, message_bytes
+from palsgd.codecs.coded_mean import Coded, Residue, coded_segments, message_bytes, new_residue
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 class UnsupportedError(ValueError):
     """A transport lacks a method that the settings need."""
+
+
+class CodecError(Exception):
+    """A codec failed. It is no RuntimeError, as those of an exchange mean that a worker is lost."""
 
 
 @dataclass(eq=False)
@@ -36,11 +40,12 @@ class Message:
     With a `codec` the mean is that of coded values (see palsgd.codecs); the last `exact` values are
     not coded. With `gather` the values stay unchanged, no codec is used, and `rows` holds the
     values of all workers. `rows` must not be changed, as workers in one process share it. `residue`
-    is what earlier messages left unsent. The exchange sets `left` to what this message leaves
-    unsent. An exchange that was started and finished later also sets `sent`, the bytes that this
-    worker handed over. If `takes_sum` is set, the exchange may leave the sum in the values and set
-    `divisor`; `divide` then makes the mean of the sum. `arrived_gathered` says of a saved message,
-    which has no codec any more, whether it was gathered.
+    is what earlier messages left unsent; an exchange replaces it by what this one leaves unsent. An
+    exchange that was started and finished later also sets `sent`, the bytes that this worker handed
+    over. If `takes_sum` is set, the exchange may leave the sum in the values and set `divisor`;
+    `divide` then makes the mean of the sum. `arrived_gathered` says of a saved message, which has
+    no codec any more, whether it was gathered. Values that are kept in host memory are copied to
+    `device` piece by piece, and transports see messages of one piece there.
 
     Example:
         >>> import torch, palsgd
@@ -51,14 +56,16 @@ class Message:
     values: Tensor  # flat; replaced in place
     exact: int = 0
     codec: Codec | None = None
-    residue: Residue | None = None
-    left: Residue | None = None  # set by the exchange: what was not sent
+    residue: Residue | None = None  # what was not sent; an exchange replaces it
     gather: bool = False
     rows: Tensor | None = None  # (workers, len(values)) after a gather
     sent: int = 0  # bytes, set by an exchange that was started and finished later
     takes_sum: bool = False  # may the exchange leave the sum of the values and set `divisor`?
     arrived_gathered: bool = False  # of a saved message, which has no codec any more
     divisor: int = 1  # set by such an exchange: the mean is the values divided by it
+    # of values in host memory: where transports see them, in pieces of so many elements
+    device: torch.device | None = None
+    piece: int = 0
 
     def divide(self) -> None:
         """Divide a sum in the values by `divisor`, which makes it the mean."""
@@ -71,6 +78,29 @@ class Message:
         """Do all workers get all workers' values, or their codes, instead of a mean?"""
         coded = self.codec is not None and self.codec.gathered
         return self.gather or coded or self.arrived_gathered
+
+    def segments(self, worker: int, workers: int) -> list[Coded]:
+        """The coded exchange of this message, segment by segment."""
+        assert self.codec is not None
+        coded, device = len(self.values) - self.exact, self.values.device
+        if self.residue is None:
+            self.residue = new_residue(
+                coded, self.codec, worker=worker, workers=workers, device=device
+            )
+        return coded_segments(
+            self.values,
+            self.exact,
+            self.codec,
+            self.residue,
+            worker=worker,
+            workers=workers,
+            device=self.device,
+        )
+
+    def keep_residue(self) -> None:
+        """The exchange has ended well, and the residue is that of this message."""
+        if self.residue is not None:
+            self.residue.fresh = False
 
     def handed_over(self, workers: int) -> int:
         """The bytes that one of `workers` workers hands over for this message."""
@@ -145,15 +175,40 @@ class Transport(ABC):
             one = self.workers == 1
             message.rows = message.values.clone()[None] if one else self.gather(message.values)
         elif message.codec is None:
-            sent = self.mean(message)
-            return message.handed_over(self.workers) if sent is None else sent
+            return self._mean_in_pieces(message) if message.device else self._mean(message)
         elif self.workers > 1:
-            coded = coded_mean(
-                message.values, message.exact, message.codec, message.residue, self.workers
-            )
-            coded.exchange(self)
-            message.left = coded.left
+            self._exchange_codes(message)
         return message.handed_over(self.workers)
+
+    def _mean(self, message: Message) -> int:
+        sent = self.mean(message)
+        return message.handed_over(self.workers) if sent is None else sent
+
+    def _mean_in_pieces(self, message: Message) -> int:
+        """The mean of values in host memory."""
+        sent = 0
+        for kept in message.values.split(message.piece):
+            piece = Message(kept.to(message.device, copy=True))
+            sent += self._mean(piece)
+            piece.divide()
+            kept.copy_(piece.values)
+        return sent
+
+    def _exchange_codes(self, message: Message) -> None:
+        link = _Link(self)
+        try:
+            for segment in message.segments(self.worker, self.workers):
+                segment.exchange(link)
+        except RuntimeError as error:
+            if link.broken:
+                raise
+            assert message.codec is not None
+            raise CodecError(
+                f"compress={message.codec.name!r} failed on a message of {len(message.values)} "
+                f"values ({str(error).splitlines()[0]}); this is no lost worker, so look at the "
+                "codec"
+            ) from error
+        message.keep_residue()
 
     def start(self, message: Message) -> None:
         """Begin an exchange that may run while training goes on. By default it runs at once."""
@@ -210,6 +265,25 @@ class Transport(ABC):
             f"{kind} has no {method}(), which {user} needs; add {kind}.{method} as described in "
             f"palsgd.transports.Transport.{method}, or leave that out"
         )
+
+
+class _Link:
+    """The calls of a transport that coded means use. It knows whether one of them failed."""
+
+    def __init__(self, transport: Transport):
+        self._transport, self.broken = transport, False
+
+    def scatter(self, rows: Tensor) -> Tensor:
+        return self._watched(self._transport.scatter, rows)
+
+    def gather(self, row: Tensor) -> Tensor:
+        return self._watched(self._transport.gather, row)
+
+    def _watched(self, call: Callable[[Tensor], Tensor], sent: Tensor) -> Tensor:
+        self.broken = True
+        received = call(sent)
+        self.broken = False
+        return received
 
 
 def _digest(settings: dict[str, Any]) -> list[int]:
