@@ -28,9 +28,10 @@ from torch import Tensor
 from palsgd.codecs.codec import BLOCK, Codec, to_bytes, to_numbers
 
 # Elements of a segment. With two workers the codes of a segment, those that come back and the new
-# residue of the mean take 48 MiB in bf16, and less in all shorter codes.
-SEGMENT = 1 << 23
-GATHERED = 1 << 25  # bytes of the codes of all workers in a segment that is gathered
+# residue of the mean take 24 MiB in bf16, and less in all shorter codes. gloo copies what it
+# gathers once more, and a process keeps some of the memory that it has freed.
+SEGMENT = 1 << 22
+GATHERED = 1 << 24  # bytes of the codes of all workers in a segment that is gathered
 # Elements that are coded together: what lies between the passes over a piece stays in the cache of
 # a CPU. On a GPU a kernel on so few elements would take less time than its launch.
 PIECE = {"cpu": 1 << 17}
