@@ -518,32 +518,15 @@ def _load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
 
 
 def _save_rank(of: Parts) -> dict[str, Any]:
-    syncer = of.syncer
-    residues = [] if syncer is None else syncer.residues.items()
-    found = [{"fragment": f, "message": m, "own": r.own, "mean": r.mean} for (f, m), r in residues]
-    return {
-        "residues": _of_rank(of, found),
-        "bucket": 0 if syncer is None else syncer.memory.bucket_size,
-        "pending": _save_pending(of) or _room_for_pending(of),
-    }
-
-
-def _of_rank(of: Parts, value: Any) -> dict[str, Any]:
-    """The value under the name of this rank. A checkpoint that the ranks of a worker write together
-    thus has the tensors of each, which are no shards of common ones."""
-    return {f"rank {of.transport.rank_inside}": value}
-
-
-def _mine(of: Parts, saved: Any) -> Any:
-    """What `_of_rank` saved on this rank; None if the state is of other ranks."""
-    return None if saved is None else saved.get(f"rank {of.transport.rank_inside}")
+    pending = _save_pending(of)  # first, as an exchange under way changes the residues at its end
+    return {"residues": _save_residues(of), "pending": pending or _room_for_pending(of)}
 
 
 def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer = of.syncer
     if syncer is None or not of.worker.at.has_anchor:
         return
-    syncer.residues = _residues(of, saved, load)
+    syncer.residues = _fitting_residues(of, saved, load)
     if saved["pending"] is None or saved["pending"].get("empty"):
         return
     other = load.differs("fragments", "workers", "method")
@@ -559,38 +542,88 @@ def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer.pending = pending
 
 
-def _residues(of: Parts, saved: dict[str, Any], load: Loading) -> dict[tuple[int, int], Residue]:
-    """What codecs have not sent yet, if it belongs to the same messages as now."""
-    assert of.syncer is not None
-    found = _mine(of, saved["residues"])
-    if found is None:  # the ranks of the worker that saved were others
-        load.dropped.append("what codecs had not sent yet is of other ranks and is left out")
+def _of_rank(of: Parts, value: Any) -> dict[str, Any]:
+    """The value under the name of this rank. A checkpoint that the ranks of a worker write together
+    thus has the tensors of each, which are no shards of common ones."""
+    return {f"rank {of.transport.rank_inside}": value}
+
+
+def _mine(of: Parts, saved: Any) -> Any:
+    """What `_of_rank` saved on this rank; None if the state is of other ranks."""
+    return None if saved is None else saved.get(f"rank {of.transport.rank_inside}")
+
+
+# -- residues of codecs ------------------------------------------------------------------------
+
+
+def _save_residues(of: Parts) -> dict[str, Any]:
+    """For each part that is sent, the residues of all fragments as tensors like the model's. The
+    displacement has a place for them before its first sync too."""
+    syncer = of.syncer
+    if syncer is None or syncer.codec is None:
+        return {}
+    parts = dict.fromkeys(["model", *(part for _, part in syncer.residues)])
+    return {part: _save_part_residues(of, syncer, part) for part in parts}
+
+
+def _save_part_residues(of: Parts, syncer: Syncer, part: str) -> dict[str, Any]:
+    own, mean = _scratch(syncer, torch.float32), _scratch(syncer, torch.float32)
+    ranges: list[Any] = [None] * len(syncer.anchor.ranges)  # None: nothing was sent
+    for (fragment, name), kept in syncer.residues.items():
+        if name == part and not kept.fresh:
+            ranges[fragment] = [(each.start, each.stop) for each in kept.ranges]
+            own.part(fragment).copy_(kept.own)
+            places = _coded_here(mean.part(fragment), ranges[fragment])
+            for place, found in zip(places, kept.mean.split([*map(len, places)]), strict=True):
+                place.copy_(found)
+    like = of.replica
+    return {"own": _model_like(like, own), "mean": _model_like(like, mean), "ranges": ranges}
+
+
+def _coded_here(flat: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
+    """The numbers of a fragment whose means this worker codes."""
+    return [flat[start:stop] for start, stop in ranges]
+
+
+def _fitting_residues(
+    of: Parts, saved: dict[str, Any], load: Loading
+) -> dict[tuple[int, str], PartResidue]:
+    """What codecs have not sent yet, if it belongs to the same parts as now."""
+    found, left = saved["residues"], _left(saved["pending"])
+    old = isinstance(found, list)  # of release 0.1.0
+    if not (found or left if old else any(_sent(each) for each in found.values())):
         return {}
     other = load.differs("workers", "fragments", "compress", "method")
-    if found and other is None and saved.get("bucket", 0) != of.syncer.memory.bucket_size:
-        other = "bucket_mb" if "bucket" in saved else None
-    if found and other is None and any(r["own"] is None or r["mean"] is None for r in found):
-        other = "a state from which their tensors are missing"
-    if other is None:
-        return _residues(of, found, own["pending"])
-    if found or _left(own["pending"]):
+    if not old and any(each["own"] is None or each["mean"] is None for each in found.values()):
+        other = other or "a state from which their tensors are missing"
+    if other is not None:
         load.dropped.append(f"what codecs had not sent yet does not fit {other} and is left out")
-    return {}
+        return {}
+    return _message_residues(of, found, left) if old else _load_residues(of, found)
 
 
-def _residues(
-    of: Parts, saved: list[dict[str, Any]], pending: dict[str, Any] | None
-) -> dict[tuple[int, str], PartResidue]:
-    like = of.worker.syncer.memory.template
-    if not any("message" in entry for entry in saved) and not _left(pending):
-        return {(r["fragment"], r["part"]): PartResidue.loaded(r, like) for r in saved}
-    return _message_residues(of, saved, _left(pending))
+def _sent(saved: dict[str, Any]) -> bool:
+    return any(ranges is not None for ranges in saved["ranges"])
+
+
+def _load_residues(of: Parts, saved: dict[str, Any]) -> dict[tuple[int, str], PartResidue]:
+    syncer, found = of.worker.syncer, {}
+    for part, kept in saved.items():
+        for fragment, ranges in enumerate(kept["ranges"]):
+            if ranges is not None:
+                own, mean = (_gathered_up(syncer, fragment, kept[name]) for name in ("own", "mean"))
+                assert mean is not None
+                means = torch.cat([mean[:0], *_coded_here(mean, ranges)])
+                found[fragment, part] = PartResidue.loaded(
+                    {"own": own, "mean": means, "ranges": ranges}, syncer.memory.template
+                )
+    return found
 
 
 def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What the messages of a pending sync have left unsent, in an older state. A newer state has it
-    in the residues."""
-    if pending is None:
+    """What the messages of a pending sync have left unsent, in a state of release 0.1.0. Later
+    states have it in the residues."""
+    if pending is None or pending.get("empty"):
         return []
     return [
         {
@@ -607,7 +640,7 @@ def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _message_residues(
     of: Parts, saved: list[dict[str, Any]], left: list[dict[str, Any]]
 ) -> dict[tuple[int, str], PartResidue]:
-    """The residues of an older state, which has them message by message."""
+    """The residues of a state of release 0.1.0, which has them message by message."""
     syncer, found = of.worker.syncer, {}
     if syncer.codec is None:
         return {}
@@ -629,6 +662,9 @@ def _message_residues(
             )
         found[fragment, "model"] = kept
     return found
+
+
+# -- the sync under way ------------------------------------------------------------------------
 
 
 def _save_pending(of: Parts) -> dict[str, Any] | None:
@@ -681,7 +717,6 @@ def _save_message(of: Parts, pending: PendingSync, number: int) -> dict[str, Any
         "gather": message.gather,
         "gathered": message.gathered,
         "rows": None if message.rows is None else _of_rank(of, message.rows),
-        "left": None if left is None else _of_rank(of, [left.own, left.mean]),
     }
 
 
@@ -719,13 +754,9 @@ def _pending(of: Parts, saved: dict[str, Any]) -> PendingSync:
 
 def _message(of: Parts, fragment: int, saved: dict[str, Any]) -> Message:
     assert of.syncer is not None
-    left, rows = _mine(of, saved["left"]), _mine(of, saved["rows"])
-    values = _gathered_up(of.syncer, fragment, saved["values"])
-    found = [values, rows if saved["rows"] is not None else 0]
-    found += (left or [None]) if saved["left"] is not None else []
-    if any(each is None for each in found):
+    values, rows = _gathered_up(of.syncer, fragment, saved["values"]), _mine(of, saved["rows"])
+    if values is None or (rows is None and saved["rows"] is not None):
         _lacks_pending()
-    assert values is not None
     return Message(
         torch.cat([values, values.new_tensor(saved.get("tail", []))]),
         sent=saved["sent"],
@@ -733,7 +764,6 @@ def _message(of: Parts, fragment: int, saved: dict[str, Any]) -> Message:
         gather=saved["gather"],
         arrived_gathered=saved.get("gathered", False),
         rows=None if rows is None else rows.clone(),
-        left=None if left is None else Residue(left[0].clone(), left[1].clone()),
     )
 
 

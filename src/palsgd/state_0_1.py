@@ -24,7 +24,7 @@ def converted(
     is the H of its first round."""
     counts, config, fragments = state["counts"], state["config"], state["config"]["fragments"]
     none = tuple([0.0] * groups)
-    [(rank, own)] = state["own"].items()  # of the rank that saved
+    [own] = state["own"].values()  # of the rank that saved
     warmup = here["warmup_steps"]
     start = 0 if warmup == math.inf else int(warmup)
     spans = [(start, 0, sync_every, 0)]
@@ -61,10 +61,10 @@ def converted(
         "method": None,
         "ledger": state["ledger"],
         "rank": {
-            "residues": {rank: own["residues"]},
+            "residues": own["residues"],
             "pending": None
             if own["flight"] is None
-            else _pending_sync(own["flight"], none, here["workers"], here["sync_every"], rank),
+            else _pending_sync(own["flight"], none, here["workers"], here["sync_every"]),
         },
     }
 
@@ -74,7 +74,6 @@ def _pending_sync(
     rate_sums: tuple[float, ...],
     workers: int,
     sync_every: int | str,
-    rank: str,
 ) -> dict[str, Any]:
     """The pending sync of a saved state. Its text `where` has the round and clock of sending."""
     costs = 2 if isinstance(sync_every, str) else 0  # "auto" has two more numbers per worker
@@ -91,7 +90,7 @@ def _pending_sync(
                 "sent": saved["sent"],
                 "gather": False,
                 "rows": None,
-                "left": None if saved["left"] is None else {rank: saved["left"]},
+                "left": saved["left"],
             }
         ],
         "scalars": [],

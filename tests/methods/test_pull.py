@@ -6,6 +6,7 @@ import torch
 
 import palsgd
 from palsgd.methods.palsgd import PALSGDMethod, round_pull, step_beta
+from palsgd.packing import numbers
 from support.cases import INNER, LR, OUTER, RULES, expected
 from support.problems import batches, global_vector, linear, mse, train, vector
 
