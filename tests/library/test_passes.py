@@ -218,7 +218,6 @@ UNUSUAL = {
     "adam": lambda params: torch.optim.Adam(params, fused=True),
     "a kind of SGD": lambda params: OwnSGD(params, lr=1.0, fused=True),
     "not fused": lambda params: torch.optim.SGD(params, lr=1.0),
-    "scheduler": with_scheduler,
     "pre hook": with_hook("register_step_pre_hook"),
     "post hook": with_hook("register_step_post_hook"),
     "weight decay": with_group(weight_decay=0.1),
@@ -232,6 +231,10 @@ UNUSUAL = {
 @pytest.mark.parametrize("make", UNUSUAL.values(), ids=UNUSUAL)
 def test_any_other_outer_optimizer_finds_the_mean_in_its_gradients(make):
     assert not can_divide(make(parameters([4], 0)))
+
+
+def test_an_outer_optimizer_with_a_scheduler_divides_too():
+    assert can_divide(with_scheduler(parameters([4], 0)))
 
 
 def test_a_hook_on_all_optimizers_finds_the_mean_in_the_gradients():
