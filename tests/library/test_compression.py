@@ -169,7 +169,7 @@ def test_a_compressed_run_goes_on_with_messages_of_another_size(world, first_mb,
     sizes = dict(first_mb=first_mb, then_mb=then_mb)
     (straight, other), second = world.run(resumed_job, workers=2, compress=compress, **sizes)
     np.testing.assert_array_equal(other, second[1])
-    fine = {"int8": 1e-3, "int4": 5e-3, "topk:0.05": 3e-2}
+    fine = {"int8": 1e-3, "int4": 5e-3, "topk:0.05": 1e-1}
     np.testing.assert_allclose(other, straight, atol=fine[compress])
 
 
