@@ -184,12 +184,6 @@ class OwnSGD(torch.optim.SGD):
     """A user's."""
 
 
-def with_scheduler(params):
-    outer = palsgd.nesterov()(params)
-    torch.optim.lr_scheduler.StepLR(outer, step_size=1)
-    return outer
-
-
 def with_hook(register):
     def make(params):
         outer = palsgd.nesterov()(params)
