@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ROWS, COLUMNS = 64, 1021
+ROWS, COLUMNS = 64, 1024
 BLOCK = ROWS * COLUMNS  # words: half a MiB, which stays in a core's cache
 _MASK = 0xFFFFFFFF
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

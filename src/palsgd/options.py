@@ -24,7 +24,7 @@ OPTIONS = """
         buffers: "average", "local" or "recompute": normalization statistics at a sync.
         max_norm: clip the gradient to this norm inside `step()`, after any averaging.
         on_nonfinite: "raise", or "skip" to leave a worker whose model has inf or nan at a sync
-            out of the mean.
+            out of the mean, and to skip a step of the warm-up on all workers if a gradient has.
         scheduler: an LRScheduler, or a function that makes one from the optimizer. It is stepped
             once per step of the clock, steps without data included.
         bucket_mb: the largest message, in MiB.
