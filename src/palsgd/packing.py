@@ -133,6 +133,8 @@ def _with_tensors(
     if isinstance(tree, dict) and tree.get(_PLACE) == _LIKE_MODEL:
         names = [name for name in own if tree["key"] in own[name]]
         params = dict(zip(replica.names, replica.params, strict=True))
+        if not names:
+            return None
         like = ((name, own[name][tree["key"]], params[name]) for name in names)
         return ModelLike({name: _local(tensor, param) for name, tensor, param in like})
     if isinstance(tree, dict) and tree.get(_PLACE) == _LOOSE:

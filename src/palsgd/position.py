@@ -13,7 +13,12 @@ from torch import Tensor
 
 from palsgd.errors import ConsensusError
 
-PHASES = ("a step of the warm-up", "the start of the local phase", "sync")
+WARMUP, OPENING, SYNC, FINISH = PHASES = (
+    "a step of the warm-up",
+    "the start of the local phase",
+    "sync",
+    "finish()",
+)
 _NUMBERS = 6  # that a worker sends
 
 
@@ -26,7 +31,9 @@ class Position(NamedTuple):
     optimizer: int  # which of the process's optimizers, in the order in which they were built
 
     def __str__(self) -> str:
-        place = f"sync {self.sync}" if self.phase == PHASES[2] else self.phase
+        if self.phase == FINISH:  # workers finish at any clock of a round
+            return self.phase
+        place = f"sync {self.sync}" if self.phase == SYNC else self.phase
         return f"{place} (clock {self.clock})"
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 # A checkpoint is read into tensors of the sizes that a new optimizer's state has. Texts of all
-# usual lengths therefore take the same number of bytes.
-_LEAST = 1 << 16
+# usual lengths therefore take the same number of bytes, which hold the lines of 10000 syncs.
+_LEAST = 1 << 20
 _TAG = "palsgd type"  # the key of a dict that stands for a value that JSON does not know
 
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -311,7 +311,9 @@ def _save_anchor(of: Parts) -> ModelLike | None:
 
 def _load_anchor(of: Parts, saved: Mapping[str, Tensor] | None, load: Loading) -> None:
     at = of.worker.at
-    at.has_anchor = at.has_anchor and saved is not None and of.syncer is not None
+    if at.has_anchor and saved is None:
+        raise ValueError("the state lacks the anchor; give all of what was saved")
+    at.has_anchor = at.has_anchor and of.syncer is not None
     if at.has_anchor:
         assert saved is not None
         assert of.syncer is not None
@@ -516,29 +518,16 @@ def _load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
 
 
 def _save_rank(of: Parts) -> dict[str, Any]:
-    syncer = of.syncer
     pending = _save_pending(of)  # first, as an exchange under way changes the residues at its end
-    residues = {} if syncer is None else syncer.residues
-    return {
-        _rank(of): {
-            "residues": [
-                {"fragment": fragment, "part": part, **kept.saved()}
-                for (fragment, part), kept in residues.items()
-                if not kept.fresh
-            ],
-            "pending": pending,
-        }
-    }
+    return {"residues": _save_residues(of), "pending": pending or _room_for_pending(of)}
 
 
 def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer = of.syncer
     if syncer is None or not of.worker.at.has_anchor:
         return
-    own = saved.get(_rank(of)) or {"residues": [], "pending": None}
-    syncer.residues = _fitting_residues(of, own, load)
-    pending = None if own["pending"] is None else _pending(syncer, own["pending"])
-    if pending is None:
+    syncer.residues = _fitting_residues(of, saved, load)
+    if saved["pending"] is None or saved["pending"].get("empty"):
         return
     other = load.differs("fragments", "workers", "method")
     if other is not None:
@@ -546,40 +535,95 @@ def _load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
             f"the sync under way does not fit {other}, so its steps are sent with the next one"
         )
         return
+    pending = _pending(of, saved["pending"])
     if load.differs("sync_every", "delay", "warmup_steps"):
         # applied before the next step, as the new schedule has no place for it
         pending = replace(pending, at=pending.at._replace(due=of.worker.at.clock))
     syncer.pending = pending
 
 
+def _of_rank(of: Parts, value: Any) -> dict[str, Any]:
+    """The value under the name of this rank. A checkpoint that the ranks of a worker write together
+    thus has the tensors of each, which are no shards of common ones."""
+    return {f"rank {of.transport.rank_inside}": value}
+
+
+def _mine(of: Parts, saved: Any) -> Any:
+    """What `_of_rank` saved on this rank; None if the state is of other ranks."""
+    return None if saved is None else saved.get(f"rank {of.transport.rank_inside}")
+
+
+# -- residues of codecs ------------------------------------------------------------------------
+
+
+def _save_residues(of: Parts) -> dict[str, Any]:
+    """For each part that is sent, the residues of all fragments as tensors like the model's. The
+    displacement has a place for them before its first sync too."""
+    syncer = of.syncer
+    if syncer is None or syncer.codec is None:
+        return {}
+    parts = dict.fromkeys(["model", *(part for _, part in syncer.residues)])
+    return {part: _save_part_residues(of, syncer, part) for part in parts}
+
+
+def _save_part_residues(of: Parts, syncer: Syncer, part: str) -> dict[str, Any]:
+    own, mean = _scratch(syncer, torch.float32), _scratch(syncer, torch.float32)
+    ranges: list[Any] = [None] * len(syncer.anchor.ranges)  # None: nothing was sent
+    for (fragment, name), kept in syncer.residues.items():
+        if name == part and not kept.fresh:
+            ranges[fragment] = [(each.start, each.stop) for each in kept.ranges]
+            own.part(fragment).copy_(kept.own)
+            places = _coded_here(mean.part(fragment), ranges[fragment])
+            for place, found in zip(places, kept.mean.split([*map(len, places)]), strict=True):
+                place.copy_(found)
+    like = of.replica
+    return {"own": _model_like(like, own), "mean": _model_like(like, mean), "ranges": ranges}
+
+
+def _coded_here(flat: Tensor, ranges: list[tuple[int, int]]) -> list[Tensor]:
+    """The numbers of a fragment whose means this worker codes."""
+    return [flat[start:stop] for start, stop in ranges]
+
+
 def _fitting_residues(
-    of: Parts, own: dict[str, Any], load: Loading
+    of: Parts, saved: dict[str, Any], load: Loading
 ) -> dict[tuple[int, str], PartResidue]:
     """What codecs have not sent yet, if it belongs to the same parts as now."""
-    found = own["residues"]
+    found, left = saved["residues"], _left(saved["pending"])
+    old = isinstance(found, list)  # of release 0.1.0
+    if not (found or left if old else any(_sent(each) for each in found.values())):
+        return {}
     other = load.differs("workers", "fragments", "compress", "method")
-    if found and other is None and any(r["own"] is None or r["mean"] is None for r in found):
-        other = "a state from which their tensors are missing"
-    if other is None:
-        return _residues(of, found, own["pending"])
-    if found or _left(own["pending"]):
+    if not old and any(each["own"] is None or each["mean"] is None for each in found.values()):
+        other = other or "a state from which their tensors are missing"
+    if other is not None:
         load.dropped.append(f"what codecs had not sent yet does not fit {other} and is left out")
-    return {}
+        return {}
+    return _message_residues(of, found, left) if old else _load_residues(of, found)
 
 
-def _residues(
-    of: Parts, saved: list[dict[str, Any]], pending: dict[str, Any] | None
-) -> dict[tuple[int, str], PartResidue]:
-    like = of.worker.syncer.memory.template
-    if not any("message" in entry for entry in saved) and not _left(pending):
-        return {(r["fragment"], r["part"]): PartResidue.loaded(r, like) for r in saved}
-    return _message_residues(of, saved, _left(pending))
+def _sent(saved: dict[str, Any]) -> bool:
+    return any(ranges is not None for ranges in saved["ranges"])
+
+
+def _load_residues(of: Parts, saved: dict[str, Any]) -> dict[tuple[int, str], PartResidue]:
+    syncer, found = of.worker.syncer, {}
+    for part, kept in saved.items():
+        for fragment, ranges in enumerate(kept["ranges"]):
+            if ranges is not None:
+                own, mean = (_gathered_up(syncer, fragment, kept[name]) for name in ("own", "mean"))
+                assert mean is not None
+                means = torch.cat([mean[:0], *_coded_here(mean, ranges)])
+                found[fragment, part] = PartResidue.loaded(
+                    {"own": own, "mean": means, "ranges": ranges}, syncer.memory.template
+                )
+    return found
 
 
 def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What the messages of a pending sync have left unsent, in an older state. A newer state has it
-    in the residues."""
-    if pending is None:
+    """What the messages of a pending sync have left unsent, in a state of release 0.1.0. Later
+    states have it in the residues."""
+    if pending is None or pending.get("empty"):
         return []
     return [
         {
@@ -596,7 +640,7 @@ def _left(pending: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _message_residues(
     of: Parts, saved: list[dict[str, Any]], left: list[dict[str, Any]]
 ) -> dict[tuple[int, str], PartResidue]:
-    """The residues of an older state, which has them message by message."""
+    """The residues of a state of release 0.1.0, which has them message by message."""
     syncer, found = of.worker.syncer, {}
     if syncer.codec is None:
         return {}
@@ -620,8 +664,7 @@ def _message_residues(
     return found
 
 
-def _rank(of: Parts) -> str:
-    return f"rank {of.transport.rank_inside}"
+# -- the sync under way ------------------------------------------------------------------------
 
 
 def _save_pending(of: Parts) -> dict[str, Any] | None:
@@ -649,6 +692,18 @@ def _save_pending(of: Parts) -> dict[str, Any] | None:
     }
 
 
+def _room_for_pending(of: Parts) -> dict[str, Any] | None:
+    """The tensors that a pending sync would have, if there may be one. A checkpoint is read into
+    the tensors of a new optimizer's state, which has none under way."""
+    if of.syncer is None or not of.config["delay"]:
+        return None
+    # each its own, as a reader writes into them
+    values, when_sent = (
+        _model_like(of.replica, _scratch(of.syncer, of.replica.dtype)) for _ in range(2)
+    )
+    return {"empty": True, "messages": [{"values": values}], "local_when_sent": when_sent}
+
+
 def _save_message(of: Parts, pending: PendingSync, number: int) -> dict[str, Any]:
     message = pending.messages[number]
     tail = pending.tail if number == 0 else 0
@@ -656,12 +711,12 @@ def _save_message(of: Parts, pending: PendingSync, number: int) -> dict[str, Any
     like_model = pending.parts[number].displacement
     return {
         "values": _spread(of, pending.at.fragment, body) if like_model else body,
-        "tail": message.values[len(body) :],
+        "tail": message.values[len(body) :].tolist(),
         "sent": message.sent,
         "divisor": message.divisor,
         "gather": message.gather,
         "gathered": message.gathered,
-        "rows": message.rows,
+        "rows": None if message.rows is None else _of_rank(of, message.rows),
     }
 
 
@@ -684,32 +739,38 @@ def _gathered_up(syncer: Syncer, fragment: int, saved: Any) -> Tensor | None:
     return spread.part(fragment).clone()
 
 
-def _pending(syncer: Syncer, saved: dict[str, Any]) -> PendingSync:
+def _pending(of: Parts, saved: dict[str, Any]) -> PendingSync:
+    assert of.syncer is not None
     kept = dict(saved)
     at: Any = [tuple(each) if isinstance(each, list) else each for each in kept["at"]]
     kept["at"], fragment = Moment(*at), int(at[0])
     kept["parts"] = [SentPart(*part) for part in kept["parts"]]
-    kept["messages"] = [_message(syncer, fragment, found) for found in kept["messages"]]
-    kept["local_when_sent"] = _gathered_up(syncer, fragment, kept["local_when_sent"])
+    kept["messages"] = [_message(of, fragment, found) for found in kept["messages"]]
+    kept["local_when_sent"] = _gathered_up(of.syncer, fragment, kept["local_when_sent"])
+    if kept["local_when_sent"] is None:
+        _lacks_pending()
     return PendingSync(**kept)
 
 
-def _message(syncer: Syncer, fragment: int, saved: dict[str, Any]) -> Message:
-    values = _gathered_up(syncer, fragment, saved["values"])
-    if values is None:
-        raise ValueError(
-            "the state lacks tensors of the sync that was under way when it was saved; give all of "
-            "what was saved"
-        )
-    if saved.get("tail") is not None:
-        values = torch.cat([values, saved["tail"].to(values)])
+def _message(of: Parts, fragment: int, saved: dict[str, Any]) -> Message:
+    assert of.syncer is not None
+    values, rows = _gathered_up(of.syncer, fragment, saved["values"]), _mine(of, saved["rows"])
+    if values is None or (rows is None and saved["rows"] is not None):
+        _lacks_pending()
     return Message(
-        values,
+        torch.cat([values, values.new_tensor(saved.get("tail", []))]),
         sent=saved["sent"],
         divisor=saved.get("divisor", 1),
         gather=saved["gather"],
         arrived_gathered=saved.get("gathered", False),
-        rows=None if saved["rows"] is None else saved["rows"].clone(),
+        rows=None if rows is None else rows.clone(),
+    )
+
+
+def _lacks_pending() -> NoReturn:
+    raise ValueError(
+        "the state lacks tensors of the sync that was under way when it was saved; give all of "
+        "what was saved, or save where no sync is under way"
     )
 
 

@@ -24,6 +24,7 @@ def converted(
     is the H of its first round."""
     counts, config, fragments = state["counts"], state["config"], state["config"]["fragments"]
     none = tuple([0.0] * groups)
+    [own] = state["own"].values()  # of the rank that saved
     warmup = here["warmup_steps"]
     start = 0 if warmup == math.inf else int(warmup)
     spans = [(start, 0, sync_every, 0)]
@@ -60,19 +61,19 @@ def converted(
         "method": None,
         "ledger": state["ledger"],
         "rank": {
-            rank: {
-                "residues": own["residues"],
-                "pending": None
-                if own["flight"] is None
-                else _pending_sync(own["flight"], none, here["workers"], here["sync_every"]),
-            }
-            for rank, own in state["own"].items()
+            "residues": own["residues"],
+            "pending": None
+            if own["flight"] is None
+            else _pending_sync(own["flight"], none, here["workers"], here["sync_every"]),
         },
     }
 
 
 def _pending_sync(
-    saved: dict[str, Any], rate_sums: tuple[float, ...], workers: int, sync_every: int | str
+    saved: dict[str, Any],
+    rate_sums: tuple[float, ...],
+    workers: int,
+    sync_every: int | str,
 ) -> dict[str, Any]:
     """The pending sync of a saved state. Its text `where` has the round and clock of sending."""
     costs = 2 if isinstance(sync_every, str) else 0  # "auto" has two more numbers per worker

@@ -24,7 +24,7 @@ from palsgd.ledger import Ledger
 from palsgd.meter import Meter
 from palsgd.method import Facts, Method
 from palsgd.payload import wire_bytes
-from palsgd.position import PHASES, Position, check, encode
+from palsgd.position import FINISH, OPENING, SYNC, WARMUP, Position, check, encode
 from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.requests import Request
@@ -190,7 +190,7 @@ class Worker:
         before = self.ledger.bytes_sent
         self.inner.replica.check_unchanged()
         if self.warmup.in_step:
-            yield from self._compare_positions(PHASES[0])
+            yield from self._compare_positions(WARMUP)
             self.meter.gradient_done()
             with self.meter.watch.timing("sync_s"):
                 sound = yield from self.warmup.average(self.at.clock, self._count_message)
@@ -240,7 +240,7 @@ class Worker:
     def _start_local_phase(self) -> Exchange:
         """Set the anchor to the model, after the workers have compared their models."""
         syncer, at, warmup = self.syncer, self.at, self.warmup
-        yield from self._compare_positions(PHASES[1])
+        yield from self._compare_positions(OPENING)
         self.inner.replica.check_unchanged()
         self.inner.replica.check_held()
         syncer.anchor.set_from_local()
@@ -499,7 +499,8 @@ class Worker:
         through: list[Outcome] = []
         for kind, fragment in due:
             if kind == "sync" or (kind == "send" and self.compares_position):
-                yield from self._compare_positions(PHASES[2])
+                finished = self.syncer.guard.finished
+                yield from self._compare_positions(FINISH if finished else SYNC)
             outcome = None
             if kind == "apply":
                 outcome = yield from self.syncer.apply()
@@ -528,7 +529,8 @@ class Worker:
         exchange after a load and, if several optimizers share a process group, before each."""
         if not (self.compares_position or self.crowded) or self.facts.workers == 1:
             return
-        mine = Position(phase, self.at.clock, len(self.ledger.history), self.optimizer)
+        clock = 0 if phase == FINISH else self.at.clock  # workers finish at any clock of a round
+        mine = Position(phase, clock, len(self.ledger.history), self.optimizer)
         values = encode(self.number, self.facts.workers, mine, self.warmup.template)
         # The message is not in the ledger, so that the ledger of a resumed run is that of a run
         # that was never interrupted.

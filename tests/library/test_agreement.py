@@ -44,7 +44,7 @@ TOLD = {
     "partial": ("the model's code", "'other': 2", "'other': 3"),
     "forward": ("the model's code", "Scaled.forward: Scaled"),
     "lr": ("lr of inner", "0.1", "0.01"),
-    "betas": ("betas of inner", "(0.9, 0.999)", "(0.9, 0.95)"),
+    "betas": ("betas of inner", "[0.9, 0.999]", "[0.9, 0.95]"),
     "tensor lr": ("lr of inner", "0.125", "0.25"),
     "decay of a group": ("weight_decay of inner group 1", "0.0", "0.5"),
     "groups": ("number of inner parameter groups", "1", "2"),

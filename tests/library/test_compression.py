@@ -144,7 +144,8 @@ def resumed_job(first_mb, then_mb, compress, offload=(False, False), delay=0):
         models.append(wide_net())
         inner = torch.optim.SGD(models[-1].parameters(), lr=0.05)
         settings = dict(bucket_mb=mb, compress=compress, offload=away, delay=delay)
-        opts.append(palsgd.DiLoCo(models[-1], inner, sync_every=5, **settings))
+        outer = palsgd.nesterov(0.2, 0.9)
+        opts.append(palsgd.DiLoCo(models[-1], inner, sync_every=5, outer=outer, **settings))
     data = batches(dtype=torch.float32)
     steps(models[0], opts[0], data, 17)
     models[1].load_state_dict(models[0].state_dict())
@@ -168,7 +169,7 @@ def test_a_compressed_run_goes_on_with_messages_of_another_size(world, first_mb,
     sizes = dict(first_mb=first_mb, then_mb=then_mb)
     (straight, other), second = world.run(resumed_job, workers=2, compress=compress, **sizes)
     np.testing.assert_array_equal(other, second[1])
-    fine = {"int8": 1e-3, "int4": 5e-3, "topk:0.05": 3e-2}
+    fine = {"int8": 1e-3, "int4": 5e-3, "topk:0.05": 1e-1}
     np.testing.assert_allclose(other, straight, atol=fine[compress])
 
 
@@ -195,6 +196,7 @@ def test_a_single_worker_has_nobody_to_send_codes_to():
     np.testing.assert_array_equal(alone("int4"), alone(None))
 
 
+@pytest.mark.filterwarnings("ignore:the last . steps")  # the runs are dropped after one sync
 def test_a_gathered_message_is_counted_alike_when_it_was_saved_on_its_way():
     straight, resumed = (top_k_under_way(resume=resume) for resume in (False, True))
     assert straight == resumed

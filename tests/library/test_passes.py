@@ -184,12 +184,6 @@ class OwnSGD(torch.optim.SGD):
     """A user's."""
 
 
-def with_scheduler(params):
-    outer = palsgd.nesterov()(params)
-    torch.optim.lr_scheduler.StepLR(outer, step_size=1)
-    return outer
-
-
 def with_hook(register):
     def make(params):
         outer = palsgd.nesterov()(params)
@@ -218,7 +212,6 @@ UNUSUAL = {
     "adam": lambda params: torch.optim.Adam(params, fused=True),
     "a kind of SGD": lambda params: OwnSGD(params, lr=1.0, fused=True),
     "not fused": lambda params: torch.optim.SGD(params, lr=1.0),
-    "scheduler": with_scheduler,
     "pre hook": with_hook("register_step_pre_hook"),
     "post hook": with_hook("register_step_post_hook"),
     "weight decay": with_group(weight_decay=0.1),

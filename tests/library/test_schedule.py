@@ -102,6 +102,7 @@ def test_rounds_of_another_length_begin_where_the_schedule_is_restarted():
     assert [schedule.place(c) for c in (7, 8, 13, 14)] == [(1, 3), (2, 0), (2, 5), (3, 0)]
 
 
+@pytest.mark.filterwarnings("ignore:the warm-up lasts")  # longer than some of these runs
 @settings(max_examples=25, deadline=None)
 @given(lags(), st.integers(2, 30), st.sampled_from(["balanced", "independent", "shared"]))
 def test_an_optimizer_exchanges_when_its_schedule_says(lag, end, draws):

@@ -57,6 +57,7 @@ CASES = {
     "delay": (palsgd.DiLoCo, adamw, dict(sync_every=6, delay=3, outer=NESTEROV)),
     "fragments": (palsgd.DiLoCo, adamw, dict(sync_every=6, fragments=3, outer=NESTEROV)),
     "int8": (palsgd.DiLoCo, adamw, dict(sync_every=6, compress="int8", outer=NESTEROV)),
+    "top-k": (palsgd.DiLoCo, adamw, dict(sync_every=6, compress="topk:0.3", outer=NESTEROV)),
     "delayed int8": (palsgd.DiLoCo, stateless, dict(sync_every=6, compress="int8", delay=3)),
     "scaffold": (palsgd.methods.SCAFFOLD, stateless, dict(sync_every=6)),
     "two inner optimizers": (palsgd.DiLoCo, chained, dict(sync_every=6)),
@@ -144,7 +145,7 @@ def test_torchs_helpers_resume_a_run_bit_for_bit_within_a_round(world, case, for
             same(resumed, whole)
         if "delay" in case:
             assert any(under_way for _, _, under_way, _ in found)
-        if "int8" in case:
+        if "int8" in case or case == "top-k":
             assert any(unsent for *_, unsent in found)
 
 
@@ -191,6 +192,7 @@ SHARDED_FORMS = [
     *((case, form) for case in SHARDED for form in ("plain", "flattened")),
     ("palsgd", "full"),
     ("delay", "full"),
+    ("int8", "full"),
 ]
 
 
@@ -240,9 +242,12 @@ def through_files(folder, case, flatten, stop):
     return finger(model, opt), finger(again, resumed)
 
 
+FILED = ["palsgd", "delay", "int8", "top-k", "fragments", "outer adam", "scaffold", "ddp"]
+
+
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("stop", [2, 14])
-@pytest.mark.parametrize("case", ["palsgd", "fragments", "outer adam", "scaffold", "ddp"])
+@pytest.mark.parametrize("case", FILED)
 def test_a_checkpoint_of_torchs_helpers_is_read_into_a_new_optimizer(
     world, tmp_path, case, flatten, stop
 ):
