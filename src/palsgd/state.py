@@ -439,6 +439,10 @@ def _load_outer(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None:
         outer.load_state_dict(_plain(saved))
         return
     entries, used = saved["numbers"], saved["used"]
+    other = load.differs("outer")
+    if other is not None and any(used) and _names_of(of.syncer) != _saved_names(saved):
+        load.dropped.append(f"the outer state does not fit {other}, so it starts anew")
+        return
     if len(entries) != len(params):  # other fragments
         entries, used = [entries[0]] * len(params), [any(used)] * len(params)
     for param, entry, counts in zip(params, entries, used, strict=True):
@@ -449,6 +453,15 @@ def _load_outer(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None:
     if load.strict:
         for group, settings in zip(outer.param_groups, saved["groups"], strict=True):
             group.update(settings)
+
+
+def _names_of(syncer: Syncer) -> set[str]:
+    """What this outer optimizer keeps for a parameter."""
+    return {name for kept in _complete_outer_state(syncer).values() for name in kept}
+
+
+def _saved_names(saved: dict[str, Any]) -> set[str]:
+    return set(saved["tensors"]) | {name for entry in saved["numbers"] for name in entry}
 
 
 def _cut_outer(of: Parts, name: str, saved: Mapping[str, Tensor]) -> None:

@@ -187,6 +187,23 @@ def test_a_sync_under_way_is_applied_first_under_a_shorter_delay():
     assert not torch.equal(anchor_of(opt), before)
 
 
+def test_the_state_of_another_kind_of_outer_optimizer_is_dropped_by_name():
+    def adam(params):
+        return torch.optim.Adam(params, lr=0.01)
+
+    for before, after in ((palsgd.nesterov(0.5, 0.8), adam), (adam, palsgd.nesterov(0.5, 0.8))):
+        model, opt = diloco(outer=before, **ALONE)
+        take_steps(model, opt, 6)
+        weights, state = saved(model, opt)
+        model, opt = diloco(outer=after, **ALONE)
+        model.load_state_dict(weights)
+        with pytest.warns(UserWarning, match="the outer state does not fit outer="):
+            opt.load_state_dict(state, strict=False)
+        assert not opt.outer.state
+        take_steps(model, opt, 6)
+        assert opt.rounds == 3
+
+
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_the_outer_state_is_cut_anew_for_other_fragments(fragments):
     def build(fragments):
