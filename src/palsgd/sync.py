@@ -279,6 +279,8 @@ class Syncer:
                 )
                 squares, digest, moved = squares + found.squares, found.digest, found.moved
             if first:
+                # A learning rate of 0 leaves what a delayed sync has rounded, alike on all workers.
+                moved = moved if any(at.rate_sums) else 0
                 model = self._model_digest(at.fragment, moved or 0)
                 report = self._report(pending, payload, parts, squares, digest, model)
             if not pending.finite:  # some rank of this worker has found inf or nan

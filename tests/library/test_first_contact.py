@@ -115,6 +115,16 @@ def test_a_misspelt_keyword_gets_the_nearest_name(build, given, nearest):
         build(model, sgd(model), **{given: 1})
 
 
+@pytest.mark.parametrize(
+    ("build", "given"), [(palsgd.PALSGD, "H"), (palsgd.LocalSGD, "mix_prob"), (palsgd.DDP, "pull")]
+)
+def test_a_keyword_like_no_other_gets_the_names_there_are(build, given):
+    model = linear()
+    message = f"{build.__name__} got an unexpected keyword '{given}'; it takes average_state, "
+    with pytest.raises(TypeError, match=message):
+        build(model, sgd(model), **{given: 1})
+
+
 # -- the loop ----------------------------------------------------------------------------------
 
 

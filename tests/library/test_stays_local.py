@@ -458,3 +458,26 @@ def test_a_setting_that_differs_between_workers_is_named(world):
 
 def differing_job():
     build(same_data=dist.get_rank() == 0)
+
+
+def pause_job():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
+    batches = [torch.randn(4, 4, generator=draw) for _ in range(40)]
+    opt = palsgd.PALSGD(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        sync_every=8,
+        delay=2,
+        scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda t: not 20 < t < 60),
+    )
+    for batch in palsgd.until(batches, opt, steps=80):
+        model(batch).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return opt.rounds
+
+
+def test_a_learning_rate_of_0_in_mid_run_is_no_work_in_common(world):
+    assert world.run(pause_job, workers=2) == [10, 10]
