@@ -227,10 +227,6 @@ def test_any_other_outer_optimizer_finds_the_mean_in_its_gradients(make):
     assert not can_divide(make(parameters([4], 0)))
 
 
-def test_an_outer_optimizer_with_a_scheduler_divides_too():
-    assert can_divide(with_scheduler(parameters([4], 0)))
-
-
 def test_a_hook_on_all_optimizers_finds_the_mean_in_the_gradients():
     outer = palsgd.nesterov()(parameters([4], 0))
     handle = register_optimizer_step_pre_hook(lambda *_: None)
