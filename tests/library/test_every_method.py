@@ -4,6 +4,7 @@ import io
 import pickle
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import partial
 
@@ -406,6 +407,7 @@ def scheduler_job(name, by_clock):
     used, left = [], []
     opt.inner.register_step_pre_hook(lambda *_: used.append(opt.inner.param_groups[0]["lr"]))
     clocks = [0]
+    warnings.filterwarnings("ignore", "LambdaLR was stepped")  # it counts gradients by intention
     for batch in palsgd.until(batches(), opt, steps=STEPS):
         mse(model, batch).backward()
         opt.step()
