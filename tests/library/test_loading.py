@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 import palsgd
-from support.core_access import anchor_of, outer_state, pending_sync, residues_of
+from support.core_access import (
+    anchor_of,
+    outer_state,
+    pending_sync,
+    residues_of,
+    shares_group,
+)
 from support.problems import batches, linear, mse, vector
 
 ALONE = dict(transport=palsgd.Alone())
@@ -34,14 +40,14 @@ def train_until(model, opt, clock, on_step=lambda: None):
         on_step()
 
 
-def momentum(model, lr=0.05):
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+def momentum(model, lr=0.05, beta=0.9):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=beta)
 
 
-def diloco(lr=0.05, seed=0, **rules):
+def diloco(lr=0.05, beta=0.9, **rules):
     model = linear()
     rules = dict(outer=palsgd.nesterov(0.5, 0.8), sync_every=4) | rules
-    return model, palsgd.DiLoCo(model, momentum(model, lr), **rules)
+    return model, palsgd.DiLoCo(model, momentum(model, lr, beta), **rules)
 
 
 def saved(model, opt):
@@ -163,8 +169,9 @@ def test_a_longer_warm_up_goes_on_from_the_model_without_anchor_and_outer_state(
 
 
 def test_inner_settings_are_the_new_ones_as_the_outer_ones_are():
-    _, opt = load(saved_diloco(3, lr=0.1), lr=0.01, outer=palsgd.nesterov(0.7, 0.5))
+    _, opt = load(saved_diloco(3, lr=0.1), lr=0.01, beta=0.5, outer=palsgd.nesterov(0.7, 0.5))
     assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert opt.inner.param_groups[0]["momentum"] == 0.5
     assert opt.outer.param_groups[0]["lr"] == 0.7
     strict = diloco(lr=0.01, **ALONE)[1]
     with pytest.raises(ValueError, match=r"inner_settings.*0\.1.*0\.01"):
@@ -262,7 +269,16 @@ def palsgd_run(**rules):
 
 def save_everywhere(iterations, clock=40, **rules):
     """States after each of the first iterations, whether they may be saved, and how runs from them
-    end."""
+    end. No run is alive beside another, as optimizers of one group would compare places anyway."""
+    states, allowed, end = saved_run(iterations, clock, **rules)
+    ends = []
+    for state in states:
+        ends.append(resumed_run(state, end, clock, **rules))
+        dist.barrier()
+    return allowed, ends
+
+
+def saved_run(iterations, clock, **rules):
     model, opt = palsgd_run(**rules)
     states, allowed = [], []
 
@@ -272,18 +288,19 @@ def save_everywhere(iterations, clock=40, **rules):
             allowed.append(opt.may_save)
 
     train_until(model, opt, clock, on_step=keep)
-    end, ends = vector(model), []
-    for weights, state in states:
-        model, opt = palsgd_run(**rules)
-        model.load_state_dict(weights)
-        opt.load_state_dict(state)
-        try:
-            train_until(model, opt, clock)
-            ends.append("same" if np.array_equal(vector(model), end) else "other")
-        except palsgd.ConsensusError as error:
-            ends.append(str(error))
-        dist.barrier()
-    return allowed, ends
+    return states, allowed, vector(model)
+
+
+def resumed_run(state, end, clock, **rules):
+    model, opt = palsgd_run(**rules)
+    assert not shares_group(opt)
+    model.load_state_dict(state[0])
+    opt.load_state_dict(state[1])
+    try:
+        train_until(model, opt, clock)
+    except palsgd.ConsensusError as error:
+        return str(error)
+    return "same" if np.array_equal(vector(model), end) else "other"
 
 
 @pytest.mark.parametrize("rules", [{}, dict(fragments=2), dict(delay=4)], ids=str)
@@ -337,7 +354,7 @@ def reload_in_flight(late):
     assert pending_sync(opt)
     model.load_state_dict(early[0])
     opt.load_state_dict(early[1])
-    take_steps(model, opt, 10)
+    take_steps(model, opt, 10, batches(opt.transport.worker)[::-1])  # other messages than before
     return opt.clock, anchor_of(opt).numpy().copy(), vector(model)
 
 
@@ -346,6 +363,30 @@ def test_loading_waits_for_the_sync_that_a_late_peer_still_sends(world):
     got = world.run(reload_in_flight, workers=2, late=True)
     np.testing.assert_equal(got, want)
     np.testing.assert_array_equal(got[0][1], got[1][1])
+
+
+class Recording(palsgd.Alone):
+    """A lone worker's transport that writes down which exchanges were started and finished."""
+
+    def __init__(self):
+        self.started, self.finished = [], []
+
+    def start(self, message):
+        self.started.append(message)
+
+    def finish(self, message):
+        self.finished.append(message)
+        return 0
+
+
+def test_loading_finishes_the_exchange_whose_memory_it_gives_free():
+    transport = Recording()
+    model, opt = diloco(delay=3, transport=transport)
+    early = saved(model, opt)
+    take_steps(model, opt, 5)
+    assert (len(transport.started), transport.finished) == (1, [])
+    opt.load_state_dict(early[1])
+    assert transport.finished == transport.started
 
 
 # -- two optimizers ----------------------------------------------------------------------------

@@ -196,6 +196,7 @@ SHARDED_FORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "form"), SHARDED_FORMS)
 @pytest.mark.parametrize("stop", [2, 14])
 def test_torchs_helpers_resume_a_sharded_run_bit_for_bit(world, case, form, stop):
@@ -245,6 +246,7 @@ def through_files(folder, case, flatten, stop):
 FILED = ["palsgd", "delay", "int8", "top-k", "fragments", "outer adam", "scaffold", "ddp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("stop", [2, 14])
 @pytest.mark.parametrize("case", FILED)

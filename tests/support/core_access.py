@@ -54,6 +54,11 @@ def pending_sync(opt) -> bool:
     return core_of(opt).syncer.pending is not None
 
 
+def shares_group(opt) -> bool:
+    """Do other optimizers of this process use the same process group?"""
+    return core_of(opt).crowded
+
+
 def round_origin(opt) -> tuple[float, int]:
     """The clock from which rounds are counted, and the number of the round that began there."""
     last = opt.schedule.spans[-1]
