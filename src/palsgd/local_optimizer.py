@@ -200,6 +200,7 @@ class LocalOptimizer(Optimizer):
         them it is of. The workers agree whether there are several, as one may have dropped an
         optimizer that another still holds."""
         worker, company = self._worker, Company.of(self.transport.channel)
+        company.check_others(worker)
         worker.optimizer = company.join(worker)
         if self.transport.workers == 1 or self.transport.channel is self.transport:
             return  # nobody else uses its channel
@@ -619,6 +620,8 @@ class LocalOptimizer(Optimizer):
             hook(self)
         with self.training_state():
             state = save_state(self._parts())
+        if "_unsynced" in vars(self):
+            self._unsynced.saved_at = self.clock
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state)
             state = state if changed is None else changed

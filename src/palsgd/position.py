@@ -92,6 +92,19 @@ class Company:
     def of(cls, channel: Any) -> "Company":
         return cls._all.setdefault(channel, cls())
 
+    def check_others(self, member: Any) -> None:
+        """Refuse an optimizer beside another one with a channel of its own, if the workers reach
+        the syncs of the two in different orders. Each would wait for the other on another worker,
+        and no message could tell."""
+        others = [each for each in self._all.values() if each is not self]
+        waiting = [one for each in others for one in each.members if not one.at.synced]
+        if member.draws_alone and any(one.draws_alone for one in waiting):
+            raise ValueError(
+                "two optimizers in one process, each with a group of its own, would wait for each "
+                "other with draws='independent', as their syncs come in another order on every "
+                "worker; use draws='balanced' for both"
+            )
+
     def join(self, member: Any) -> int:
         """The number of a new member, from 0."""
         self.members.add(member)

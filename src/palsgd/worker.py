@@ -114,6 +114,12 @@ class Worker:
         return blends or self.method.overrides("restart")
 
     @property
+    def draws_alone(self) -> bool:
+        """May this worker take another number of gradients between two syncs than the others?"""
+        mixes = self.method.gradient_share < 1
+        return mixes and self.facts.draws == "independent" and self.facts.workers > 1
+
+    @property
     def leads(self) -> bool:
         """May the local model differ from the anchor right after a sync?"""
         delayed = any(span.delay for span in self.schedule.spans)

@@ -25,6 +25,7 @@ from palsgd.lab.plan.candidates import (
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.paper import PUBLISHED, Published
 from palsgd.lab.plan.scale import cells
+from palsgd.payload import REPORT
 from support.commands import lines, palsgd, summary
 from support.core_access import anchor_of, departure_memory, message_memory, residues_of
 
@@ -39,7 +40,7 @@ def cluster(**fields) -> Cluster:
 def test_a_choice_costs_what_its_closed_form_says():
     place, base = cluster(), ddp(cluster(), TASK)
     found = local(place, TASK, Work(parameters=8_000_000, sync_every=32, mix_prob=0.1), base)
-    sent = 4 * 8_000_000 + 4 * 4 * 8  # with four numbers of each worker
+    sent = 4 * 8_000_000 + 4 * REPORT * 8  # with some numbers of each worker
     sync = place.network.all_reduce(sent)
     assert found.step_s == pytest.approx(0.9 * 0.05 + sync / 32)
     assert found.exchanging == pytest.approx(sync / 32 / found.step_s)

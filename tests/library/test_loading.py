@@ -411,3 +411,19 @@ def test_two_optimizers_whose_syncs_cross_are_told_to_use_balanced_draws(world):
         assert got.error == "ConsensusError"
         assert "two optimizers in one process cross" in got.message
         assert "draws='balanced'" in got.message
+
+
+def two_groups(draws):
+    """Two optimizers, each with a process group of its own."""
+    built = [palsgd_run(draws=draws, group=dist.new_group([0, 1]), seed=seed) for seed in (7, 8)]
+    for _ in range(30):
+        for model, opt in built:
+            take_steps(model, opt, 1)
+    return [opt.rounds for _, opt in built]
+
+
+def test_two_optimizers_with_a_group_each_need_balanced_draws(world):
+    assert world.run(two_groups, workers=2, draws="balanced")[0][0] > 3
+    for got in world.outcomes(two_groups, workers=2, draws="independent"):
+        assert got.error == "ValueError"
+        assert "use draws='balanced' for both" in got.message
