@@ -199,11 +199,12 @@ class LocalOptimizer(Optimizer):
         """Have the optimizers that use the same process group compare, before each sync, which of
         them it is of. The workers agree whether there are several, as one may have dropped an
         optimizer that another still holds."""
-        worker, company = self._worker, Company.of(self.transport.channel)
+        worker, channel = self._worker, self.transport.channel
+        if self.transport.workers == 1 or channel is self.transport:
+            return  # nobody else uses its channel
+        company = Company.of(channel)
         company.check_others(worker)
         worker.optimizer = company.join(worker)
-        if self.transport.workers == 1 or self.transport.channel is self.transport:
-            return  # nobody else uses its channel
         several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
         self.transport.mean(Message(several))
         if several.item() > 0:
