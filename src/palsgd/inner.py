@@ -159,8 +159,13 @@ class InnerStep:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def clip(self) -> None:
-        if self.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.replica.params, self.max_norm)
+        if self.max_norm is None:
+            return
+        params = self.replica.params
+        if any(p.grad is not None and p.grad.is_sparse for p in params):
+            _clip_values(params, self.max_norm)
+        else:
+            torch.nn.utils.clip_grad_norm_(params, self.max_norm)
 
     def step(self, share: float) -> list[float]:
         """One step with the learning rates divided by `share`; returns them undivided."""
@@ -181,6 +186,19 @@ class InnerStep:
     def tick(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
+
+
+@torch.no_grad()
+def _clip_values(params: Sequence[Tensor], max_norm: float) -> None:
+    """torch's clip_grad_norm_ on the values of the gradients. Older releases of torch have no norm
+    of sparse gradients."""
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()
+    grads = [p.grad for p in params if p.grad is not None]
+    values = [g._values() if g.is_sparse else g for g in grads]
+    total = torch.stack([torch.linalg.vector_norm(v) for v in values]).norm()
+    torch._foreach_mul_(values, (max_norm / (total + 1e-6)).clamp(max=1.0))
 
 
 def check_communicates_not(inner: Optimizer) -> None:
