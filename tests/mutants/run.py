@@ -85,8 +85,9 @@ def stages(file: str) -> list[list[str]]:
     quick = ["library", "methods", "codecs", "transports", "simulator", "golden"]
     folders = [f"tests/{name}" for name in quick]
     return [
-        *([[*map(str, near)]] if near else []),
+        *([["-m", "not slow", *map(str, near)]] if near else []),
         ["-m", "not slow", *folders],
+        *([["-m", "slow", *map(str, near)]] if near else []),
         ["-m", "slow", "tests/library", "tests/methods", "tests/simulator", "tests/golden"],
     ]
 
