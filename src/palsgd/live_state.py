@@ -5,7 +5,7 @@ to find the names that they load. An entry therefore names palsgd's part when it
 Otherwise it is the inner optimizer's.
 """
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ class Entry(dict[str, Any]):
         self._kept[name] = value
 
 
-class LiveState(MutableMapping[Tensor, dict[str, Any]]):
+class LiveState(MutableMapping[Tensor, Any]):
     def __init__(self, worker: Worker):
         self._worker = worker
 
@@ -38,11 +38,13 @@ class LiveState(MutableMapping[Tensor, dict[str, Any]]):
     def _inner(self) -> Any:
         return self._worker.inner.optimizer.state
 
-    def __getitem__(self, param: Tensor) -> dict[str, Any]:
-        return Entry(self._inner[param])
+    def __getitem__(self, param: Tensor) -> Any:
+        kept = self._inner[param]
+        return Entry(kept) if isinstance(kept, dict) else kept
 
-    def __setitem__(self, param: Tensor, entry: dict[str, Any]) -> None:
-        self._inner[param] = dict(entry.items())
+    def __setitem__(self, param: Tensor, entry: Any) -> None:
+        # torch leaves other values in a state alone, and so do we
+        self._inner[param] = dict(entry.items()) if isinstance(entry, Mapping) else entry
 
     def items(self) -> Any:
         return self._inner.items()

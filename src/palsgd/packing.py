@@ -36,14 +36,27 @@ def packed(fields: dict[str, Any], inner: dict[str, Any], replica: Replica) -> d
     entries = dict(inner["state"])
     for number, name in zip(_numbers(replica), replica.names, strict=True):
         entries[number] = {**entries.get(number, {}), OWN: own[name]}
-    return {**inner, "state": dict(sorted(entries.items()))}
+    # in the order of the parameters; a user's own entries, which have no number, go last
+    ordered = sorted(entries.items(), key=lambda pair: (not isinstance(pair[0], int), pair[0]))
+    return {**inner, "state": dict(ordered)}
+
+
+def _entries(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The entries of parameters. Others may put values of their own beside them."""
+    return [entry for entry in state["state"].values() if isinstance(entry, Mapping)]
+
+
+def _without_own(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {name: value for name, value in entry.items() if name != OWN}
 
 
 def is_plain(state: Mapping[str, Any]) -> bool:
     """Is this the state of a torch optimizer without palsgd's part?"""
     if not {"state", "param_groups"} <= set(state):
         return False
-    return not any(entry.get(OWN) for entry in state["state"].values())
+    return not any(entry.get(OWN) for entry in _entries(state))
 
 
 def unpacked(
@@ -51,11 +64,8 @@ def unpacked(
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The fields, None if palsgd's part is missing, and the inner optimizer's state. `rank` is the
     number of this rank among those of its worker."""
-    entries = {
-        key: {name: value for name, value in entry.items() if name != OWN}
-        for key, entry in state["state"].items()
-    }
-    inner = {**state, "state": {key: entry for key, entry in entries.items() if entry}}
+    entries = {key: _without_own(entry) for key, entry in state["state"].items()}
+    inner = {**state, "state": {key: entry for key, entry in entries.items() if entry != {}}}
     if is_plain(state):
         return None, inner
     keys = [key for group in state["param_groups"] for key in group["params"]]
@@ -80,7 +90,7 @@ def unpacked(
 
 def numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a saved state holds beside tensors: clock, settings, counts, ledger and so on."""
-    entries = (entry.get(OWN, {}) for entry in state["state"].values())
+    entries = (entry.get(OWN, {}) for entry in _entries(state))
     found = next((own[_SCALARS] for own in entries if _SCALARS in own), None)
     if found is None:
         raise ValueError(
