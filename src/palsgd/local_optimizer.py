@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, Self
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from palsgd.packing import refuse_palsgd_state
 from palsgd.position import Company
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
-from palsgd.schedulers import LagWatch, peak_rates, rates_ahead
+from palsgd.schedulers import LagWatch, hold_weakly, peak_rates, rates_ahead, weakly_held
 from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
@@ -247,9 +248,8 @@ class LocalOptimizer(Optimizer):
     ) -> None:
         """Step `scheduler` once per step of the clock, steps without data included."""
         if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-            # A scheduler holds its optimizer. Made from this one, it would close a cycle, which
-            # keeps the anchor in memory until the garbage collector runs. The groups are the same.
-            scheduler = scheduler(self.inner)
+            scheduler = scheduler(self)
+            hold_weakly(scheduler, self)
         if scheduler is not None:
             check_scheduler(scheduler, self.inner)
         bound = getattr(scheduler, "optimizer", None)
@@ -680,7 +680,9 @@ class LocalOptimizer(Optimizer):
             }
             LocalOptimizer.__init__(copy, **kept)
             load_state(copy._parts(), deepcopy(save_state(self._parts())), strict=True)
-        copy.set_scheduler(deepcopy(self._worker.inner.scheduler, memo))
+        scheduler = self._worker.inner.scheduler
+        memo |= {id(each.optimizer): proxy(copy) for each in weakly_held(scheduler)}
+        copy.set_scheduler(deepcopy(scheduler, memo))
         copy._worker.end_at(self._worker.schedule.end)
         for name in vars(self).keys() - vars(copy).keys():  # a subclass's own
             setattr(copy, name, deepcopy(getattr(self, name), memo))

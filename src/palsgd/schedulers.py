@@ -5,7 +5,7 @@ import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import ProxyType, WeakSet, proxy
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -55,6 +55,7 @@ def _copied_scheduler(
         stand_in = SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
         stand_in.param_groups = [groups[id(group)] for group in each.param_groups]
         stand_ins[id(each)] = stand_in
+    stand_ins |= {id(each.optimizer): stand_ins[id(opt)] for each in weakly_held(scheduler)}
     try:
         return copy.deepcopy(scheduler, stand_ins)
     except Exception:  # a scheduler of one's own may hold anything
@@ -70,6 +71,28 @@ def _stepped(scheduler: Any) -> bool:
         except Exception:
             return False
     return True
+
+
+def hold_weakly(scheduler: Any, opt: Optimizer) -> None:
+    """Let a scheduler that an optimizer keeps refer to the optimizer by a proxy. A reference would
+    close a cycle, which keeps the anchor in memory until the garbage collector runs."""
+    for each in _nested(scheduler):
+        if getattr(each, "optimizer", None) is opt:
+            each.optimizer = proxy(opt)
+
+
+def weakly_held(scheduler: Any) -> list[Any]:
+    """The schedulers that refer to their optimizer by a proxy."""
+    found = [each for each in _nested(scheduler) if hasattr(each, "optimizer")]
+    return [each for each in found if isinstance(each.optimizer, ProxyType)]
+
+
+def _nested(scheduler: Any) -> list[Any]:
+    """A scheduler and those inside it."""
+    if scheduler is None:
+        return []
+    inside = getattr(scheduler, "_schedulers", [])
+    return [scheduler, *(found for each in inside for found in _nested(each))]
 
 
 class LagWatch:

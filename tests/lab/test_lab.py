@@ -601,6 +601,7 @@ FEW = {"workers": 2, "batch_size": 2, "micro_batches": 1, "steps": 4, "sync_ever
        "warmup_steps": 1, "evaluate_every": 4}  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:mix_rate=4 gives beta")  # the paper's, in rounds of two steps
 @pytest.mark.parametrize("name", list(workloads.recipes()))
 def test_every_recipe_starts_on_a_small_problem(name, tmp_path, monkeypatch):
     """Its optimizers, schedule and mixing; the workloads themselves are in test_workloads.py."""

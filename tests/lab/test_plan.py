@@ -153,8 +153,9 @@ def trained(rank_settings: dict) -> dict[str, int]:
     model = nn.Linear(400, 300)
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
     opt = library.DiLoCo(model, inner, sync_every=4, **rank_settings)
-    for _ in library.until([torch.ones(2, 400)] * 4, opt, steps=16):
-        model(torch.ones(2, 400)).square().mean().backward()
+    own = torch.full((2, 400), 1.0 + opt.transport.worker)
+    for _ in library.until([own] * 4, opt, steps=16):
+        model(own).square().mean().backward()
         opt.step()
     return tensors_of(opt)
 

@@ -35,6 +35,10 @@ CANNOT_APPLY: list[tuple[str, str]] = [
         r"\.test_add_param_group_",
         "parameters cannot be added to a palsgd optimizer; a new one is built instead",
     ),
+    (
+        r"\.test_new_pattern_no_warning",
+        "the test steps without gradients, of which the first local step warns",
+    ),
 ]
 
 

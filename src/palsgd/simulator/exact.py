@@ -55,7 +55,8 @@ def check_own_step(opt: LocalOptimizer) -> None:
     scheduler = opt._worker.inner.scheduler
     for name, each in (("the optimizer", opt), ("its inner optimizer", opt.inner)):
         # torch's schedulers wrap the step of the optimizer they are bound to
-        bound = scheduler is not None and getattr(scheduler, "optimizer", None) is each
+        # by ==, as the optimizer's own scheduler refers to it by a proxy
+        bound = scheduler is not None and getattr(scheduler, "optimizer", None) == each
         if hasattr(vars(each).get("step"), "_wrapped_by_lr_sched") and not bound:
             raise ValueError(
                 f"a scheduler is bound to {name}, and nobody steps it in a simulation; give it to "

@@ -231,7 +231,7 @@ def recipes() -> None:
 
     from palsgd.lab import workloads
 
-    table = Table("recipe", "K", "H", "p", "eta or pull", "inner", "length", "batch", box=None)
+    table = Table("recipe", "K", "H", "p", "eta", "inner", "length", "batch", box=None)
     for name, each in workloads.recipes().items():
         length = f"{each.epochs:g} epochs" if each.steps is None else f"{each.steps} steps"
         table.add_row(name, str(each.workers), str(each.sync_every), f"{each.mix_prob:g}",
