@@ -419,7 +419,7 @@ def simulated(method=palsgd.PALSGD, *, workers=3, steps=48, width=4, engine="aut
 
     def batches(worker):
         while True:
-            yield torch.ones(2, width)
+            yield torch.linspace(0, 1 + worker, 2 * width).view(2, width)
 
     return palsgd.simulate(
         workers=workers, steps=steps, model=lambda: nn.Linear(width, 3), data=batches,

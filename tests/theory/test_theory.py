@@ -126,7 +126,7 @@ def test_each_run_is_palsgd_in_the_exact_simulator_with_the_same_coins_and_sampl
             method=lambda model, seed=seed: palsgd.PALSGD(
                 model, torch.optim.SGD(model.parameters(), lr=setting.lr),
                 sync_every=setting.sync_every, mix_prob=setting.mix_prob,
-                mix_rate=setting.mix_rate, draws=draws, seed=seed,
+                mix_rate=setting.mix_rate, draws=draws, seed=seed, same_data=True,
                 outer=lambda params: torch.optim.SGD(params, lr=1.0),
             ),
             evaluate=lambda model, seen=theirs: seen.append(model.x.detach().clone()) or {},
