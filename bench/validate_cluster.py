@@ -102,7 +102,7 @@ def optimizer(job: Job, alone: bool = False) -> tuple[nn.Module, palsgd.LocalOpt
     more |= {name: job[name] for name in ("delay", "compress", "fragments") if name in job}
     return model, palsgd.PALSGD(
         model, inner, sync_every=job["H"], mix_prob=job.get("p", 0.0), mix_rate=0.1, seed=SEED,
-        **more,
+        same_data=True, **more,
     )  # fmt: skip
 
 
