@@ -217,19 +217,10 @@ class Buckets:
     The buffer has room for the numbers that are sent behind the first range."""
 
     def __init__(self, layout: Layout, part: range, width: int, buffer: Tensor):
-        self._buffer = buffer
         self.ranges = [
             Bucket(layout, low, buffer[: min(width, part.stop - low)])
             for low in range(part.start, max(part.start + 1, part.stop), width)
         ]
-
-    def first_message(self, extras: Tensor) -> tuple[Tensor, Tensor]:
-        """The first range with `extras` behind it as one tensor, and the view of `extras` in that
-        tensor."""
-        elements = self.ranges[0].flat.numel()
-        message = self._buffer[: elements + extras.numel()]
-        message[elements:] = extras
-        return message, message[elements:]
 
 
 class FlatModel:

@@ -17,6 +17,7 @@ from palsgd.errors import ConsensusError, NonFiniteError
 from palsgd.finite import all_finite
 from palsgd.meter import Meter
 from palsgd.payload import REPORT, REPORT_WITH_COSTS
+from palsgd.rows import halves, joined, own_row, rows_of_all
 from palsgd.transports.transport import Transport
 
 _MASK = 0xFFFFFFFF
@@ -43,12 +44,7 @@ class WorkerReport:
 
 
 class Header:
-    """A few numbers per worker. Each worker fills its own place and sends zeros in all other
-    places, so the mean holds the numbers of all workers, divided by K.
-
-    A 32-bit digest is sent as two 16-bit halves. K times a float32 mean over K workers is off by
-    at most one part in 2^23, so rounding gives back any integer below 2^16 exactly.
-    """
+    """The reports of all workers, as rows of numbers."""
 
     def __init__(self, workers: int, *, with_costs: bool = False):
         self._workers = workers
@@ -56,39 +52,31 @@ class Header:
         self.size = self._fields * workers
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
-        section = like.new_zeros(self.size)
         flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike) + 8 * mine.idle
         flags += min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT
-        line = [*_halves(mine.digest), flags, mine.seconds, *_halves(mine.gradient)]
-        line += [*_halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
-        own = section[self._fields * worker : self._fields * (worker + 1)]
-        own.copy_(torch.tensor(line[: self._fields], dtype=like.dtype))
-        return section
+        line = [*halves(mine.digest), flags, mine.seconds, *halves(mine.gradient)]
+        line += [*halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
+        return own_row(worker, self._workers, line[: self._fields], like)
 
     def decode(self, mean: Tensor) -> list[WorkerReport]:
-        lines = (mean.double() * self._workers).view(self._workers, self._fields).tolist()
-        return [_report(line) for line in lines]
-
-
-def _halves(digest: int) -> tuple[int, int]:
-    return digest & 0xFFFF, digest >> 16
+        return [_report(line) for line in rows_of_all(mean, self._workers)]
 
 
 def _report(line: list[float]) -> WorkerReport:
-    whole, costs = [round(number) for number in line[:9]], line[9:] or [0.0, 0.0]
+    flags, costs = round(line[2]), line[9:] or [0.0, 0.0]
     return WorkerReport(
-        digest=whole[0] + (whole[1] << 16),
-        finite=not whole[2] & 1,
-        finished=bool(whole[2] & 2),
-        alike=not whole[2] & 4,
-        idle=bool(whole[2] & 8),
+        digest=joined(*line[:2]),
+        finite=not flags & 1,
+        finished=bool(flags & 2),
+        alike=not flags & 4,
+        idle=bool(flags & 8),
         seconds=line[3],
-        gradient=whole[4] + (whole[5] << 16),
-        model=whole[6] + (whole[7] << 16),
-        steps=whole[8],
+        gradient=joined(*line[4:6]),
+        model=joined(*line[6:8]),
+        steps=round(line[8]),
         sync_s=costs[0],
         step_s=costs[1],
-        buffer=whole[2] >> _BUFFER_SHIFT,
+        buffer=flags >> _BUFFER_SHIFT,
     )
 
 

@@ -8,10 +8,10 @@ size is always the same can be read by all, and tells them apart first.
 import weakref
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from palsgd.errors import ConsensusError
+from palsgd.rows import halves, joined, own_row, rows_of_all
 
 WARMUP, OPENING, SYNC, FINISH = PHASES = (
     "a step of the warm-up",
@@ -38,16 +38,13 @@ class Position(NamedTuple):
 
 
 def encode(worker: int, workers: int, mine: Position, like: Tensor) -> Tensor:
-    """Every worker fills its own row of zeros, so the mean holds the rows of all, divided by K."""
-    rows = like.new_zeros(workers, _NUMBERS)
-    line = [PHASES.index(mine.phase), *_halves(mine.clock), *_halves(mine.sync), mine.optimizer]
-    rows[worker] = torch.tensor(line, dtype=like.dtype)
-    return rows.view(-1)
+    line = [PHASES.index(mine.phase), *halves(mine.clock), *halves(mine.sync), mine.optimizer]
+    return own_row(worker, workers, line, like)
 
 
 def check(mean: Tensor, workers: int) -> None:
     """Raise the same error on every worker unless all are at the same place."""
-    found = [_position(line) for line in (mean.double() * workers).view(workers, -1).tolist()]
+    found = [_position(line) for line in rows_of_all(mean, workers)]
     first, other = found[0], next((p for p in found if p != found[0]), None)
     if other is None:
         return
@@ -65,18 +62,9 @@ def check(mean: Tensor, workers: int) -> None:
     )
 
 
-def _halves(number: int) -> tuple[int, int]:
-    return number & 0xFFFF, number >> 16
-
-
 def _position(line: list[float]) -> Position:
-    phase, clock, more_clock, sync, more_sync, optimizer = (round(number) for number in line)
-    return Position(
-        PHASES[phase % len(PHASES)],
-        clock + (more_clock << 16),
-        sync + (more_sync << 16),
-        optimizer,
-    )
+    phase = PHASES[round(line[0]) % len(PHASES)]
+    return Position(phase, joined(*line[1:3]), joined(*line[3:5]), round(line[5]))
 
 
 class Company:

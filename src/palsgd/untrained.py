@@ -12,6 +12,7 @@ from palsgd.errors import ConsensusError
 from palsgd.guard import named_workers
 from palsgd.payload import UNTRAINED
 from palsgd.replica import Replica, unwrapped
+from palsgd.rows import halves, joined, own_row, rows_of_all
 from palsgd.sharding import local_tensor
 from palsgd.transports.transport import Transport
 
@@ -42,28 +43,27 @@ class Untrained:
         digests = [contents_digest(self._frozen), self._built, self._buffers()]
         rows = self._gather_inside(torch.tensor(digests, device=self._device))
         whole = [chained(column) for column in rows.T.tolist()]  # of all ranks of this worker
-        section = like.new_zeros(self._workers, UNTRAINED)
-        halves = [half for d in whole for half in (d & 0xFFFF, d >> 16 & 0xFFFF)]
-        section[self._worker] = torch.tensor(halves, dtype=like.dtype)
-        return section.view(-1)
+        numbers = [half for digest in whole for half in halves(digest)]
+        return own_row(self._worker, self._workers, numbers, like)
 
     def check(self, mean: Tensor, where: str) -> None:
         """Raise the same error on every worker if the digests differ."""
-        lines = (mean.double() * self._workers).round().long().view(self._workers, UNTRAINED)
-        frozen, built, now = (_odd(lines[:, i : i + 2].tolist()) for i in (0, 2, 4))
+        lines = rows_of_all(mean, self._workers)
+        frozen, built, now = (_odd([joined(*line[i : i + 2]) for line in lines]) for i in (0, 2, 4))
         for odd, what in ((frozen, "frozen parameters"), (built and now, "buffers")):
             if odd:
                 raise ConsensusError(
-                    f"{named_workers(odd)} of {self._workers} has other {what} than the rest at "
-                    f"{where}; nothing was averaged, and {what} never are at the start. Give every "
-                    "worker the same (same seed, or load the same file on all)"
+                    f"{named_workers(odd)} of {self._workers} ha{'s' if len(odd) == 1 else 've'} "
+                    f"other {what} than the rest at {where}; nothing was averaged, and {what} never "
+                    "are at the start. Give every worker the same (same seed, or load the same file "
+                    "on all)"
                 )
 
 
-def _odd(lines: list[list[int]]) -> list[int]:
-    """The workers whose line is not the most common one."""
-    common = Counter(map(tuple, lines)).most_common(1)[0][0]
-    return [worker for worker, line in enumerate(lines) if tuple(line) != common]
+def _odd(digests: list[int]) -> list[int]:
+    """The workers whose digest is not the most common one."""
+    common = Counter(digests).most_common(1)[0][0]
+    return [worker for worker, digest in enumerate(digests) if digest != common]
 
 
 def _buffer_slots(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

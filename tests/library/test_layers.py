@@ -13,7 +13,7 @@ ROOT = Path(palsgd.__file__).parent
 # types, and those inside functions, count too.
 LAYERS = (
     ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
-    ("outer", "progress", "scalars", "sharding", "unsynced", "units"),
+    ("outer", "progress", "rows", "scalars", "sharding", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
         *("two_levels", "wrapped"),
@@ -31,7 +31,10 @@ LAYERS = (
     ("guard", "untrained"),
     ("sync", "warmup"),
     ("worker",),
-    ("assembly", "evaluation", "live_state", "state", "state_0_1"),
+    (
+        *("assembly", "evaluation", "live_state", "state", "state_0_1", "state_optimizers"),
+        *("state_parts", "state_rank"),
+    ),
     ("local_optimizer",),
     ("checkpoint", "loop", "optimizer"),
     ("cluster",),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Coded, Residue, coded_segments, message_bytes, new_residue
+from palsgd.rows import own_row, rows_of_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -294,14 +295,9 @@ def _digest(settings: dict[str, Any]) -> list[int]:
 
 
 def _digests_of_all(transport: Transport, mine: list[int]) -> list[tuple[int, ...]]:
-    """Every worker fills its own row of a matrix of zeros, so the mean holds the digests of all
-    workers, divided by K. K times a float32 mean over K workers is off by at most one part in 2^23,
-    so rounding gives back any integer below 2^16 exactly."""
-    lines = torch.zeros(transport.workers, len(mine))
-    lines[transport.worker] = torch.tensor(mine, dtype=torch.float32)
-    transport.mean(Message(lines.view(-1)))
-    total = (lines.double() * transport.workers).round().long()
-    return [tuple(line) for line in total.tolist()]
+    values = own_row(transport.worker, transport.workers, mine, torch.empty(0))
+    transport.mean(Message(values))
+    return [tuple(map(round, line)) for line in rows_of_all(values, transport.workers)]
 
 
 _ambient: ContextVar["Transport | None"] = ContextVar("ambient transport", default=None)
