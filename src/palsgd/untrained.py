@@ -54,9 +54,9 @@ class Untrained:
             if odd:
                 raise ConsensusError(
                     f"{named_workers(odd)} of {self._workers} ha{'s' if len(odd) == 1 else 've'} "
-                    f"other {what} than the rest at {where}; nothing was averaged, and {what} never "
-                    "are at the start. Give every worker the same (same seed, or load the same file "
-                    "on all)"
+                    f"other {what} than the rest at {where}; nothing was averaged, and {what} "
+                    "never are at the start. Give every worker the same (same seed, or load the "
+                    "same file on all)"
                 )
 
 

@@ -22,7 +22,6 @@ OLDER = {
     "quality-h200",
     "simulate-h200",
     "step-epyc2",
-    "step-h200",
     "step-xeon16",
     "validate-cluster-2cores",
     "workloads-h200",
