@@ -22,6 +22,7 @@ class Workload(ABC):
     name: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
+    judged_on: ClassVar[str] = "loss"  # or "metric": by which a comparison says who is better
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found.
     examples: int
@@ -33,11 +34,15 @@ class Workload(ABC):
         data: Path | str | None = None,
         device: torch.device | str = "cpu",
         seed: int = 2023,
+        sharding: str = "reshuffled",
+        split: str = "test",
         download: bool = False,
         progress: Progress | None = None,
     ):
-        """`data` is a folder, for workloads that need files; `download` fetches missing ones."""
+        """`data` is a folder, for workloads that need files; `download` fetches missing ones.
+        `sharding` and `split` are as in the settings of a run."""
         self.data, self.device, self.seed = data, torch.device(device), seed
+        self.sharding, self.split = sharding, split
         self.download, self.progress = download, progress
         self.load()
 
