@@ -23,6 +23,7 @@ class Settings:
     batch_size: int = 32  # per worker and gradient
     micro_batches: int = 1  # a gradient is the mean over this many parts of its batch
     sharding: str = "reshuffled"  # which examples a worker sees: fixed, reshuffled or dirichlet:A
+    context: int | None = None  # tokens of a row, for texts; None: the most the model takes
     split: str = "test"  # what is evaluated; choose: held out of the training data, for tuning
 
     sync_every: int | str = 64  # H, or "auto": from what syncs and steps are measured to cost
@@ -167,7 +168,7 @@ _SHARE = (below(0), 1.0, "in [0, 1)")
 _PULL = (below(0), math.nextafter(1.0, 2.0), "in [0, 1]")
 RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("workers", "ranks_per_worker", "steps", "batch_size"), _COUNT),
-    **dict.fromkeys(("micro_batches", "sync_every"), _COUNT),
+    **dict.fromkeys(("micro_batches", "sync_every", "context"), _COUNT),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
