@@ -17,7 +17,7 @@ from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import data_settings, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +186,8 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
-    def loaded(workload: str, seed: int) -> Workload:
-        return load(
-            workload, data=options.data, device=device, seed=seed, download=options.download
-        )
+    def loaded(workload: str, **own: Any) -> Workload:
+        return load(workload, data=options.data, device=device, download=options.download, **own)
 
     shapes: dict[tuple[Any, ...], list[str]] = {}
     for name, settings in runs.items():
@@ -198,7 +196,7 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     for names in shapes.values():
         simulate_runs(
             [
-                SimulatedRun(run, loaded(run.workload, run.seed), RunFolder(out / name))
+                SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
                 for name, run in ((name, runs[name]) for name in names)
             ],
             quiet=options.quiet,

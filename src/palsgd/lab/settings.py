@@ -22,6 +22,8 @@ class Settings:
     epochs: float | None = None
     batch_size: int = 32  # per worker and gradient
     micro_batches: int = 1  # a gradient is the mean over this many parts of its batch
+    sharding: str = "reshuffled"  # which examples a worker sees: fixed, reshuffled or dirichlet:A
+    split: str = "test"  # what is evaluated; choose: held out of the training data, for tuning
 
     sync_every: int | str = 64  # H, or "auto": from what syncs and steps are measured to cost
     mix_prob: float = 0.1  # p
@@ -45,6 +47,10 @@ class Settings:
     outer_lr: float = 0.2
     outer_momentum: float = 0.9
 
+    target: float | None = None  # the quality that a run is to reach; None: what DDP ends with
+    target_on: str = "loss"  # whose quality that is
+    margin: float = 0.01  # the relative difference of losses that counts as none
+
     precision: str = "fp32"
     seed: int = 2023
     evaluate_every: int | None = None  # steps; None: twenty times in a run
@@ -61,6 +67,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (name, value) != ("sync_every", "auto"):
                 check_number(name, value, words, low=low, high=high)
+        check_sharding(self.sharding)
         self._check_what_needs_torch()
         if self.mix_rate is not None and self.pull is not None:
             raise ValueError(
@@ -145,6 +152,8 @@ CHOICES = {
     "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
     "buffers": ("average", "local"),
+    "split": ("test", "choose"),
+    "target_on": ("loss", "metric", "train_loss", "train_metric"),
     "inner": ("sgd", "adam", "adamw"),
     "schedule": ("constant", "cosine"),
     "outer": ("nesterov", "sgd", "adam"),
@@ -162,7 +171,8 @@ RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
-    **dict.fromkeys(("lr", "outer_lr", "mix_rate"), _NOT_NEGATIVE),
+    **dict.fromkeys(("lr", "outer_lr", "mix_rate", "margin"), _NOT_NEGATIVE),
+    "target": (-math.inf, math.inf, "a finite number"),
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
     **dict.fromkeys(("epochs", "max_norm"), _POSITIVE),
     "pull": _PULL,
@@ -172,6 +182,23 @@ FIELDS = {each.name: each for each in fields(Settings) if each.name != "method_s
 # whose name is that of a field above (a method's own lr, say) is written with this prefix.
 OF_METHODS = ("mix_prob", "mix_rate", "pull")
 PREFIX = "method."
+
+
+def check_sharding(text: str) -> float | None:
+    """The A of `dirichlet:A`; None for the other ways to deal out examples."""
+    kind, _, number = text.partition(":")
+    if text in ("fixed", "reshuffled"):
+        return None
+    try:
+        found = float(number) if kind == "dirichlet" else math.nan
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ValueError(
+            f"sharding={text} is unknown; use fixed, reshuffled or dirichlet:A with a number A > 0 "
+            "(small: few classes for each worker), such as dirichlet:0.3"
+        )
+    return found
 
 
 def setting_name(name: str) -> str:

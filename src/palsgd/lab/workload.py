@@ -22,6 +22,8 @@ class Workload(ABC):
     name: ClassVar[str]
     metric: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
+    labelled: ClassVar[bool] = False  # have examples classes, by which they can be dealt out?
+    judged_on: ClassVar[str] = "loss"  # or "metric": by which a comparison says who is better
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found.
     examples: int
@@ -33,11 +35,20 @@ class Workload(ABC):
         data: Path | str | None = None,
         device: torch.device | str = "cpu",
         seed: int = 2023,
+        sharding: str = "reshuffled",
+        split: str = "test",
         download: bool = False,
         progress: Progress | None = None,
     ):
-        """`data` is a folder, for workloads that need files; `download` fetches missing ones."""
+        """`data` is a folder, for workloads that need files; `download` fetches missing ones.
+        `sharding` and `split` are as in the settings of a run."""
         self.data, self.device, self.seed = data, torch.device(device), seed
+        if sharding.startswith("dirichlet") and not self.labelled:
+            raise ValueError(
+                f"sharding={sharding} deals out examples by their labels, and those of {self.name} "
+                "have none; use fixed or reshuffled"
+            )
+        self.sharding, self.split = sharding, split
         self.download, self.progress = download, progress
         self.load()
 
@@ -51,8 +62,7 @@ class Workload(ABC):
 
     @abstractmethod
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
-        """The `index`-th batch of a worker: its own part of each epoch, shuffled again in each
-        epoch."""
+        """The `index`-th batch of a worker, of the examples that `sharding` gives to it."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
