@@ -27,6 +27,7 @@ class Workload(ABC):
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found.
     examples: int
+    held_out: ClassVar[float] = 0.1  # share of the training data that split=choose evaluates on
     floor: float | None = None  # the lowest expected loss any model can reach, where known
 
     def __init__(
