@@ -114,7 +114,7 @@ class Settings:
         own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
         if own:
             values["method_settings"] = {**self.method_settings, **own}
-        for name, other in (*_EITHER, *((other, name) for name, other in _EITHER)):
+        for name, other in (*EITHER, *((other, name) for name, other in EITHER)):
             if values.get(name) is not None:
                 values.setdefault(other, None)
         return replace(self, **values)
@@ -147,7 +147,7 @@ class Settings:
         return cls(**known, method_settings=own)
 
 
-_EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
+EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
 CHOICES = {
     "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
