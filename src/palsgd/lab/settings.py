@@ -120,7 +120,9 @@ class Settings:
         return replace(self, **values)
 
     def total_steps(self, examples: int) -> int:
-        """The clock at the end; an epoch is one pass over `examples` by all workers together."""
+        """The clock at the end; an epoch is one pass over `examples` by all workers together. A
+        length in epochs is rounded to whole rounds, so that no worker has an odd last round. DDP
+        has the same length, though it has no rounds."""
         if self.steps is not None:
             return self.steps
         if self.epochs is None:
@@ -132,7 +134,14 @@ class Settings:
                 f"batch_size={self.batch_size} take {self.workers * self.batch_size} in each; use "
                 "a smaller batch_size, fewer workers, or --steps"
             )
-        return max(1, round(self.epochs * steps))
+        return self._in_whole_rounds(max(1, round(self.epochs * steps)))
+
+    def _in_whole_rounds(self, steps: int) -> int:
+        """The nearest end of a round; the same number for a run without a whole round."""
+        if isinstance(self.sync_every, str) or steps < self.warmup_steps + self.sync_every:
+            return steps
+        rounds = round((steps - self.warmup_steps) / self.sync_every)
+        return self.warmup_steps + rounds * self.sync_every
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as a flat dict, with the methods' own settings among the others."""
