@@ -4,7 +4,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -114,7 +114,7 @@ class Settings:
         own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
         if own:
             values["method_settings"] = {**self.method_settings, **own}
-        for name, other in (*EITHER, *((other, name) for name, other in EITHER)):
+        for name, other in (*_EITHER, *((other, name) for name, other in _EITHER)):
             if values.get(name) is not None:
                 values.setdefault(other, None)
         return replace(self, **values)
@@ -156,7 +156,7 @@ class Settings:
         return cls(**known, method_settings=own)
 
 
-EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
+_EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
 CHOICES = {
     "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
@@ -247,6 +247,12 @@ def check_field(name: str) -> None:
         known = [*FIELDS, *map(spelt, _method_fields())]
         (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ValueError(f"there is no setting {name!r}; did you mean {nearest!r}?")
+
+
+def with_alternatives(names: Iterable[str]) -> set[str]:
+    """These fields, and those that say the same in another way: pull for mix_rate, for instance."""
+    names = set(names)
+    return names | {name for pair in _EITHER if names & set(pair) for name in pair}
 
 
 def assignments(texts: list[str]) -> dict[str, str]:

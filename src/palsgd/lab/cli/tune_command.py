@@ -18,6 +18,7 @@ from palsgd.lab.cli.common_options import (
     Seed,
     Workers,
     method_names,
+    new_folder,
     settings_from,
 )
 from palsgd.lab.settings import assignments
@@ -62,6 +63,7 @@ def tune(
     from palsgd.lab.run_set import Options
     from palsgd.lab.tuning.api import run_tuning
 
+    out = out or new_folder(f"{recipe}-tune") / "tuned.yaml"
     base = settings_from(recipe, changes, workers=workers, steps=steps, seed=seed)
     options = Options(
         simulate=simulate, data=data, download=download, device=device, force=force,
@@ -73,7 +75,7 @@ def tune(
             given=assignments(changes or []),
         )  # fmt: skip
     except (StoppedError, KeyboardInterrupt):
-        stop(out) if out else stop(Path("runs"))
+        stop(out)
     for sentence in found.verdicts:
         typer.echo(sentence)
     typer.echo(f"tuned: {found.path}")

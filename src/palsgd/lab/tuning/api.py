@@ -16,7 +16,7 @@ from palsgd.lab.tuning.tuned_file import read_tuned, tuned_settings, write_tuned
 from palsgd.lab.tuning.tuner import Search, run_search
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas  # type: ignore[import-untyped]
 
 
 @dataclass(frozen=True)
@@ -88,34 +88,33 @@ def tune(
         **settings: any settings, which are then not searched.
 
     Raises:
-        ValueError: a setting is wrong, or `out` is in use and neither `force` nor `resume` is given.
+        ValueError: a setting is wrong, or `out` is in use without `force` or `resume`.
 
     Example:
         palsgd.lab.tune("digits", ["ddp", "palsgd"], trials=8, seeds=2, out="tuned.yaml")
     """
     base = workloads.recipe(workload).changed(settings)
+    name = f"{workload}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
     options = Options(
         simulate=simulate, data=data, download=download, device=device, force=force,
         resume=resume, quiet=quiet,
     )  # fmt: skip
     return run_tuning(
-        workload, base, methods or default_names(), Path(out) if out else None, options,
-        trials=trials, seeds=seeds, given=settings,
+        workload, base, methods or default_names(), Path(out or Path("runs") / name / "tuned.yaml"),
+        options, trials=trials, seeds=seeds, given=settings,
     )  # fmt: skip
 
 
 def run_tuning(
-    recipe: str, base: Settings, methods: Sequence[str], out: Path | None, options: Options, *,
+    recipe: str, base: Settings, methods: Sequence[str], out: Path, options: Options, *,
     trials: int, seeds: int, given: Collection[str],
 ) -> Tuning:  # fmt: skip
     """What `tune` and the command do. A search that was stopped goes on with `options.resume`."""
-    out = out or Path("runs") / f"{recipe}-tune-{time.strftime('%Y%m%d-%H%M%S')}" / "tuned.yaml"
     runs = runs_beside(out)
     check_folder(runs, options)
     search = Search.of(
-        recipe, base, methods=list(methods), trials=trials, seeds=seeds, given=given,
-        data=options.data,
-    )  # fmt: skip
+        recipe, base, methods, trials=trials, seeds=seeds, given=given, data=options.data
+    )
     write_tuned(out, record_of(*run_search(search, runs, options)))
     return Tuning(out, runs, read_tuned(out))
 

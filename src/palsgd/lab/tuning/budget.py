@@ -2,8 +2,8 @@
 
 Computing is what methods are given equally: K workers with B examples per gradient see the same
 number of examples under every method. A method that mixes computes no gradient in a share p of its
-steps, so it gets more steps. Rounds are never cut short, so a method may end less than a round below
-the budget; none is above it, but for the chance of the coins.
+steps, so it gets more steps. Rounds are never cut short, so a method may end less than a round
+below the budget; none is above it, but for the chance of the coins.
 """
 
 import math

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from palsgd.lab.methods import without_effect
+from palsgd.lab.settings import with_alternatives
 
 Space = Mapping[str, Sequence[Any]]
 NEAR = 0.1  # of a range: nearer to its end, in the logarithm, is at the edge
@@ -19,7 +20,7 @@ NEAR = 0.1  # of a range: nearer to its end, in the logarithm, is at the edge
 def space_of(search: Space, method: str, given: Collection[str] = ()) -> dict[str, Sequence[Any]]:
     """The part of the search space that has an effect on the method, without fields that the user
     gave."""
-    left_out = without_effect(method) | set(given)
+    left_out = without_effect(method) | with_alternatives(given)
     return {field: values for field, values in search.items() if field not in left_out}
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from palsgd.lab.settings import EITHER, Settings
+from palsgd.lab.settings import Settings, with_alternatives
 
 SCHEMA = 1
 SHIPPED = Path(__file__).parent.parent / "workloads" / "tuned"
@@ -36,7 +36,7 @@ def tuned_settings(
             f"{source} has no settings for {method}, only for {', '.join(found['methods'])}; tune "
             f"it by `palsgd tune {base.workload} --methods {method}`"
         )
-    kept = {*given, *(other for name in given for other in _instead_of(name))}
+    kept = with_alternatives(given)
     chosen = found["methods"][method]["settings"]
     changes = {name: value for name, value in chosen.items() if name not in kept}
     return base.changed({"method": method, **changes})
@@ -102,8 +102,3 @@ def _read(path: Path) -> dict[str, Any]:
 def _missing(found: Any, keys: Iterable[str]) -> str | None:
     own = found if isinstance(found, dict) else {}
     return next((key for key in keys if key not in own), None)
-
-
-def _instead_of(name: str) -> list[str]:
-    """Fields that say the same as `name` in another way."""
-    return [pair[1 - pair.index(name)] for pair in EITHER if name in pair]

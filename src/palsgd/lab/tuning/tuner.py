@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,29 @@ class Search:
 
     @classmethod
     def of(
-        cls, recipe: str, base: Settings, *, data: str | None = None, given: Collection[str] = (),
-        **counts: Any,
-    ) -> "Search":  # fmt: skip
+        cls,
+        recipe: str,
+        base: Settings,
+        methods: Sequence[str],
+        *,
+        trials: int,
+        seeds: int,
+        given: Collection[str] = (),
+        data: str | None = None,
+    ) -> "Search":
         """The search of a recipe: its space without the fields that are `given`, and its length in
         gradients."""
         base = replace(base, split="choose")
-        names = counts["methods"]
-        spaces = {name: space_of(workloads.search(recipe), name, given) for name in names}
-        gradients = base.steps or base.total_steps(_examples(base, data))
-        return cls(recipe=recipe, base=base, gradients=gradients, spaces=spaces, **counts)
+        space = workloads.search(recipe)
+        return cls(
+            recipe=recipe,
+            base=base,
+            methods=methods,
+            trials=trials,
+            seeds=seeds,
+            gradients=base.steps or base.total_steps(_examples(base, data)),
+            spaces={method: space_of(space, method, given) for method in methods},
+        )
 
     def point(self, method: str, number: int) -> dict[str, Any]:
         return points(self.spaces[method], self.trials, self.base.seed)[number]
@@ -63,10 +77,8 @@ class Trials:
 
     def run(self, trials: list[Trial]) -> Losses:
         self._runs |= {_name(trial): self.settings(trial) for trial in trials}
-        try:
+        with suppress(FailedRunsError):  # a trial that diverges has lost
             run_all(self._runs, self.folder, self._options)
-        except FailedRunsError:
-            pass  # a trial that diverges has lost
         self._options = replace(self._options, force=False, resume=True)
         return {trial: self.loss(trial) for trial in trials}
 
@@ -82,7 +94,7 @@ class Trials:
         """What the trial is judged on, lower is better; infinite where training failed."""
         found = self.summary(trial)
         kind = workloads.kind(self.search.base.workload)
-        value = found and found[f"final_{kind.judged_on}"]
+        value = None if found is None else found[f"final_{kind.judged_on}"]
         if value is None or not math.isfinite(value):
             return math.inf
         return -value if kind.judged_on == "metric" and kind.higher_is_better else value
