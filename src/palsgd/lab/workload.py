@@ -90,6 +90,11 @@ class Workload(ABC):
         """Over one of `parts` equal parts of the validation set: summed loss, summed metric and
         count, in float64. Parts add up, so ranks can share an evaluation."""
 
+    def training_totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor | None:
+        """The same over a sample of the training examples, for `train_metric`; None where a
+        workload has none."""
+        return None
+
     def score(self, totals: Tensor) -> tuple[float, float]:
         """Loss and metric from totals that were added up."""
         loss, metric, count = totals.tolist()

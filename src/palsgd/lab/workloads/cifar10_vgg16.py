@@ -40,6 +40,9 @@ class Cifar10VGG16(Cifar10):
         super().load()
         self.train_images = pad(self.train_images, (4, 4, 4, 4))
 
+    def plain_images(self, which: slice) -> Tensor:
+        return self.train_images[which, :, 4:-4, 4:-4]
+
     def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
         random = random_stream(self.seed, worker, index)
         return shifted(self.train_images, which, random, size=32)

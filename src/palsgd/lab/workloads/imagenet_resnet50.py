@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from palsgd.lab.classification import Batch, Classification
+from palsgd.lab.classification import Batch, Classification, sample_slices
 from palsgd.lab.data.download import place_of
 from palsgd.lab.data.images import open_folders
 from palsgd.lab.settings import Settings
@@ -46,4 +46,8 @@ class ImageNetResNet50(Classification):
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.photographs.val), part, parts, size=256):
-            yield self.photographs.validation(own)
+            yield self.photographs.plain("val", own)
+
+    def training_sample(self, part: int, parts: int) -> Iterator[Batch]:
+        for own in sample_slices(self.examples, part, parts, size=256):
+            yield self.photographs.plain("train", own)
