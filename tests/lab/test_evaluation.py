@@ -58,7 +58,7 @@ def test_a_real_run_with_the_longest_delay_is_evaluated_when_asked(tmp_path):
     assert evaluated(tmp_path / "p") == [0, 160, 320, 480, 640]
 
 
-# -- on what, and with which buffers -----------------------------------------------------------------
+# -- on what, and with which buffers ---------------------------------------------------------------
 
 
 class NormedDigits(Digits):

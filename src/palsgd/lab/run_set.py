@@ -17,6 +17,7 @@ from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
+from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, load
 
 
@@ -66,6 +67,7 @@ def run_all(
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
     records of the collection also have the `swept` fields."""
     for settings in runs.values():
+        check_workload(settings)
         check_method(settings)
         if under_torchrun():
             check_world(settings)

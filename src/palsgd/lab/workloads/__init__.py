@@ -58,6 +58,13 @@ def data_settings(settings: "Settings") -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("seed", "sharding", "split", "context")}
 
 
+def check(settings: "Settings") -> None:
+    """Refuse settings that the workload cannot follow, before anything is loaded."""
+    kind(settings.workload).check(
+        sharding=settings.sharding, context=settings.context, target_on=settings.target_on
+    )
+
+
 def recipe(name: str) -> "Settings":
     """The settings of that name."""
     own = _of_its_workload(name, "RECIPES")
