@@ -26,11 +26,7 @@ GRIDS: dict[str, dict[str, list]] = {
     "tinystories-gptneo-8m/optimizers": {
         "inner": ["sgd", "adam", "adamw"],
         "outer": ["sgd", "sgd_m", "nesterov", "adamw"],
-        "outer_lr": [
-            1.0,
-            0.2,
-            1e-3,
-        ],  # of the size that suits sgd, momentum and adamw; the best counts
+        "outer_lr": [1.0, 0.2, 1e-3],  # sizes for sgd, momentum and adamw; the best counts
     },
     "tinystories-gptneo-8m/eta": {"mix_rate": [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]},
     "tinystories-gptneo-8m/p": {"mix_prob": [0.025, 0.05, 0.1, 0.25, 0.5]},
