@@ -15,7 +15,7 @@ from palsgd.cluster import Cluster, WallClock
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import Exact, Randomness, own_randomness, seeded
-from palsgd.simulator.history import Evaluate, Every, Recorder
+from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.room import check_memory, runs_that_fit
 from palsgd.simulator.run import Run
@@ -140,9 +140,6 @@ class Simulation:
     loss: Callable[[nn.Module, Any], Tensor]
     vectorize: bool | str
     device: torch.device | str | None
-    evaluate: Evaluate | None
-    evaluate_every: Every
-    pause_every: Every | None
     progress: bool | None
     compile: bool | str | None
     cluster: Cluster | None
@@ -199,12 +196,12 @@ class Simulation:
             seed=seed,
             rngs=[seeded(seed + k, next(model.parameters()).device) for k in range(self.workers)],
             recorder=Recorder(
-                self.evaluate,
-                self.evaluate_every,
+                plan["evaluate"],
+                plan["evaluate_every"],
                 steps=self.steps,
                 progress=self.progress,
                 wall_clock=wall_clock,
-                pause_every=self.pause_every,
+                pause_every=plan.get("pause_every"),
             ),
         )
 

@@ -165,8 +165,8 @@ def simulate_many(
     reason as `error` in its result; the others go on.
 
     Args:
-        runs: for each run a mapping with `method`, `seed` or `data`; what it does not say is taken
-            from the arguments of that name.
+        runs: for each run a mapping with `method`, `seed`, `data`, `evaluate` or
+            `evaluate_every`; what it does not say is taken from the arguments of that name.
         at_once: runs that share a program at a time; None: as many as fit into memory.
         workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
             evaluate_every, progress, compile, cluster, checkpoint: as for `simulate`. The folder
@@ -197,14 +197,14 @@ def simulate_many(
         loss=loss,
         vectorize=vectorize,
         device=device,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        pause_every=None if checkpoint is None else evaluate_every,
         progress=progress,
         compile=compile,
         cluster=cluster,
     )
-    plans = _plans(runs, {"method": method, "seed": seed, "data": data})
+    common = {"method": method, "seed": seed, "data": data, "evaluate": evaluate}
+    plans = _plans(runs, common | {"evaluate_every": evaluate_every})
+    if checkpoint is not None:
+        plans = {n: plan | {"pause_every": plan["evaluate_every"]} for n, plan in plans.items()}
     known = None if checkpoint is None else ProgramList(checkpoint)
     found: dict[int, Result] = {}
     for together in simulation.programs(plans, at_once, [] if known is None else known.read()):
@@ -245,7 +245,8 @@ def programs(
 
     Args:
         pause_every: pause after every `pause_every`-th exchange, or at the clocks for which this
-            function returns True; None: as `evaluate_every`. There is always a pause at the end.
+            function returns True; None: as `evaluate_every`. There is always a pause at the end. A
+            run may have its own; a program pauses where one of its runs does.
         runs, workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
             evaluate_every, progress, compile, cluster, at_once: as for `simulate_many`.
 
@@ -279,16 +280,14 @@ def programs(
         loss=loss,
         vectorize=vectorize,
         device=device,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        pause_every=evaluate_every if pause_every is None else pause_every,
         progress=progress,
         compile=compile,
         cluster=cluster,
     )
-    return simulation.programs(
-        _plans(runs, {"method": method, "seed": seed, "data": data}), at_once
-    )
+    common = {"method": method, "seed": seed, "data": data, "evaluate": evaluate}
+    pause = evaluate_every if pause_every is None else pause_every
+    plans = _plans(runs, common | {"evaluate_every": evaluate_every, "pause_every": pause})
+    return simulation.programs(plans, at_once)
 
 
 def _trained(program: Program, store: Checkpoints | None) -> list[Result]:
@@ -303,14 +302,7 @@ def _trained(program: Program, store: Checkpoints | None) -> list[Result]:
 
 
 def _simulation(
-    *,
-    workers: int,
-    steps: int,
-    vectorize: bool | str,
-    cluster: Cluster | None,
-    evaluate_every: Every,
-    pause_every: Every | None,
-    **others: Any,
+    *, workers: int, steps: int, vectorize: bool | str, cluster: Cluster | None, **others: Any
 ) -> Simulation:
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
@@ -323,14 +315,8 @@ def _simulation(
         steps=check_int("steps", steps, least=1),
         vectorize=vectorize,
         cluster=cluster,
-        evaluate_every=_every("evaluate_every", evaluate_every),
-        pause_every=None if pause_every is None else _every("pause_every", pause_every),
         **others,
     )
-
-
-def _every(name: str, every: Every) -> Every:
-    return every if callable(every) else check_int(name, every, least=1)
 
 
 def _plans(runs: Sequence[Mapping[str, Any]], common: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -344,4 +330,7 @@ def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> di
     for name in ("method", "data"):
         if plan[name] is None:
             raise ValueError(f"run {number} has no {name}; give it one, or pass {name}= for all")
+    for name in ("evaluate_every", "pause_every"):
+        if not callable(plan.get(name, 1)):
+            check_int(name, plan[name], least=1)
     return plan
