@@ -11,7 +11,7 @@ import yaml
 
 from palsgd import progress
 from palsgd.lab import cli, workloads
-from palsgd.lab.cli import run_commands
+from palsgd.lab.cli import running, sweep_command, train_command
 from support.commands import apart, environment, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
@@ -66,7 +66,8 @@ def test_examples_are_accepted_as_they_stand(tmp_path, monkeypatch):
     """All but what they run: flags and settings are read, nothing starts."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    monkeypatch.setattr(run_commands, "_run", lambda runs, *args, **kwargs: ran.append(runs))
+    for module in (running, train_command, sweep_command):
+        monkeypatch.setattr(module, "run_and_show", lambda runs, *args, **kwargs: ran.append(runs))
     for command in ("demo", "train", "compare", "sweep"):
         example = re.search(r"Example: palsgd (.*)", palsgd(command, "--help").out).group(1)
         assert palsgd(*example.split()).code == 0

@@ -101,7 +101,7 @@ def test_exceptions_are_still_needed():
 PROGRAM = {
     ("lab/trainer.py", "palsgd"): "the version in config.yaml",
     ("theory/results.py", "palsgd"): "the version in results.json",
-    ("lab/cli/run_commands.py", "palsgd"): "the command line to go on with",
+    ("lab/cli/running.py", "palsgd"): "the command line to go on with",
     ("lab/report/section.py", "palsgd"): "the version in a report",
 }
 

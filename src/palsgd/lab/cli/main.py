@@ -8,11 +8,18 @@ from typing import Any
 
 import typer
 
-from palsgd.lab.cli import run_commands
 from palsgd.lab.cli.bench_command import link
+from palsgd.lab.cli.compare_command import compare
+from palsgd.lab.cli.data_commands import prepare
+from palsgd.lab.cli.demo_command import demo
+from palsgd.lab.cli.explain_command import explain
 from palsgd.lab.cli.output import fail
 from palsgd.lab.cli.plan_command import plan
+from palsgd.lab.cli.recipes_command import recipes
+from palsgd.lab.cli.report_command import report
+from palsgd.lab.cli.sweep_command import sweep
 from palsgd.lab.cli.theory_command import theory
+from palsgd.lab.cli.train_command import train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,19 +30,19 @@ app = typer.Typer(
     "methods, see what they gain.",
 )
 for command in (
-    run_commands.demo,
-    run_commands.train,
-    run_commands.compare,
-    run_commands.sweep,
-    run_commands.report,
-    run_commands.explain,
+    demo,
+    train,
+    compare,
+    sweep,
+    report,
+    explain,
     theory,
     plan,
-    run_commands.recipes,
+    recipes,
 ):
     app.command()(command)
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data.")
-data_app.command()(run_commands.prepare)
+data_app.command()(prepare)
 app.add_typer(data_app, name="data")
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
 bench_app.command()(link)

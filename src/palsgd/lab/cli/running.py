@@ -1,0 +1,59 @@
+"""What commands that train share: run, show, and stop."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from palsgd.lab.cli.common_options import new_folder
+from palsgd.lab.cli.output import fail, print_table
+from palsgd.lab.settings import Settings
+
+
+def run_compared(
+    settings: Settings, methods: tuple[str, ...], out: Path | None, name: str, *,
+    report: bool = True, **options: Any,
+) -> None:  # fmt: skip
+    runs = {method: settings.changed({"method": method}) for method in methods}
+    run_and_show(runs, out or new_folder(name), report, share_program=False, **options)
+
+
+def run_and_show(
+    runs: dict[str, Settings], out: Path, report: bool, *, swept: tuple[str, ...] = (),
+    **options: Any,
+) -> None:  # fmt: skip
+    from palsgd.lab.launcher import StoppedError, first_rank
+    from palsgd.lab.run_set import FailedRunsError, Options, run_all
+
+    failure = None
+    try:
+        run_all(runs, out, Options(**options), swept)
+    except (StoppedError, KeyboardInterrupt):
+        stop(out)
+    except FailedRunsError as error:
+        failure = error
+    if first_rank():
+        show(out, report)
+    if failure is not None:
+        raise failure
+
+
+def show(out: Path, report: bool) -> None:
+    """What the runs in a folder say, as far as they went."""
+    from palsgd.lab.report import write_report
+
+    print_table([out])
+    typer.echo(f"results: {out}")
+    if report:
+        typer.echo(f"report: {write_report([out], out / 'report.html')}")
+
+
+def stop(out: Path) -> NoReturn:
+    """After Ctrl-C: what is done is in the folder."""
+    words = [word for word in sys.argv[1:] if word not in ("--force", "--resume")]
+    named = any(word == "--out" or word.startswith("--out=") for word in words)
+    flags = ["--resume"] if named else ["--out", str(out), "--resume"]
+    again = shlex.join(["palsgd", *words, *flags])
+    fail(f"stopped; what is done is kept. Go on with: {again}", 130)

@@ -1,0 +1,77 @@
+"""`palsgd sweep`: a grid over any fields."""
+
+from typing import Annotated, Any
+
+import typer
+
+from palsgd.lab.cli.common_options import (
+    Data,
+    Device,
+    Download,
+    Force,
+    Out,
+    Quiet,
+    Recipe,
+    Report,
+    Resume,
+    Simulate,
+    new_folder,
+    settings_from,
+)
+from palsgd.lab.cli.running import run_and_show
+from palsgd.lab.settings import assignments
+
+
+def sweep(
+    recipe: Recipe,
+    values: Annotated[
+        list[str],
+        typer.Argument(
+            help="Fields and their values, e.g. sync_every=32,64,128 seed=2022,2023,2024; or the "
+            "name of one of the paper's grids, e.g. cifar10-vgg16/H.",
+            show_default=False,
+        ),
+    ],
+    random: Annotated[
+        int | None,
+        typer.Option(help="So many random points; values may be ranges such as lr=1e-4..1e-1."),
+    ] = None,
+    simulate: Simulate = False,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = "auto",
+    force: Force = False,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    report: Report = True,
+) -> None:
+    """Run a grid, or random points, over any fields. Finished points are not run again.
+
+    Example: palsgd sweep digits method=ddp,palsgd seed=1,2,3 --simulate
+    """
+    from palsgd.lab.run_set import grid_of, random_points
+
+    base, fields = settings_from(recipe, None), _swept(values)
+    points = (
+        grid_of(base, fields)
+        if random is None
+        else random_points(base, fields, random, seed=base.seed)
+    )
+    if not quiet:
+        typer.echo(f"{len(points)} points", err=True)
+    run_and_show(points, out or new_folder(f"{recipe}-sweep"), report, swept=tuple(fields),
+         simulate=simulate, data=data, download=download, device=device, force=force,
+         resume=resume, quiet=quiet)  # fmt: skip
+
+
+def _swept(values: list[str]) -> dict[str, list[Any]]:
+    from palsgd.lab import workloads
+
+    found: dict[str, list[Any]] = {}
+    for text in values:
+        if "=" not in text:
+            found |= workloads.grid(text)
+        else:
+            found |= {name: value.split(",") for name, value in assignments([text]).items()}
+    return found

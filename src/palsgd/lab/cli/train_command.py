@@ -1,0 +1,66 @@
+"""`palsgd train`: one run."""
+
+from palsgd.lab.cli.common_options import (
+    Changes,
+    Data,
+    Device,
+    Download,
+    Force,
+    MethodName,
+    MixProb,
+    MixRate,
+    OnCluster,
+    Out,
+    Pull,
+    Quiet,
+    RanksPerWorker,
+    Recipe,
+    Report,
+    Resume,
+    Seed,
+    Simulate,
+    Steps,
+    SyncEvery,
+    Workers,
+    cluster_fields,
+    new_folder,
+    settings_from,
+)
+from palsgd.lab.cli.running import run_and_show
+
+
+def train(
+    recipe: Recipe,
+    changes: Changes = None,
+    method: MethodName = None,
+    workers: Workers = None,
+    ranks_per_worker: RanksPerWorker = None,
+    simulate: Simulate = False,
+    cluster: OnCluster = None,
+    steps: Steps = None,
+    sync_every: SyncEvery = None,
+    mix_prob: MixProb = None,
+    mix_rate: MixRate = None,
+    pull: Pull = None,
+    seed: Seed = None,
+    out: Out = None,
+    data: Data = None,
+    download: Download = False,
+    device: Device = "auto",
+    force: Force = False,
+    resume: Resume = False,
+    quiet: Quiet = False,
+    report: Report = True,
+) -> None:
+    """Train one workload with one method, in processes started here, under torchrun, or simulated.
+
+    Example: palsgd train stories --method palsgd --workers 2 --steps 500
+    """
+    settings = settings_from(
+        recipe, changes, method=method, workers=workers, ranks_per_worker=ranks_per_worker,
+        steps=steps, sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull,
+        seed=seed, cluster=cluster_fields(cluster),
+    )  # fmt: skip
+    run_and_show({settings.method: settings}, out or new_folder(recipe), report, simulate=simulate,
+         data=data, download=download, device=device, force=force, resume=resume,
+         quiet=quiet)  # fmt: skip
