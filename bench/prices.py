@@ -47,7 +47,7 @@ FEW_RATES, OUTER_RATES = (2e-3, 4e-3, 8e-3), (0.4, 0.8)
 BLOCK = 256  # batches that are drawn at once
 STACKED = 2048  # stories in one step of a stacked program, which bounds its memory
 
-# the t distribution's 97.5 % point, by the number of seeds
+# The t distribution's 97.5 % point, by the number of seeds. A machine with a GPU may lack scipy.
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 10: 2.262}
 
 
@@ -130,7 +130,8 @@ class Plan:
         for share in self.lengths:
             yield replace(ddp, steps=round(share * self.steps))
         yield replace(ddp, gradients="bf16")
-        yield from (replace(ddp, accumulate=many) for many in self.accumulated)
+        for kind in ("fp32", "bf16"):
+            yield from (replace(ddp, accumulate=many, gradients=kind) for many in self.accumulated)
         yield from self._local(self.steps, self.codes, (0.0,))
         for share in self.delays:
             yield from self._local(self.steps, self.delayed_codes, (share,))

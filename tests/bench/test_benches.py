@@ -46,7 +46,7 @@ FIGURES = {
         name: {"parameters": 26624, "gradient_steps": 32, "final_loss": about(4.7625)}
         for name in ("post-local", "localsgd")
     },
-    "prices": {"trials": 5, "cases": 16, "runs": 32, "failed": 0},
+    "prices": {"trials": 5, "cases": 17, "runs": 34, "failed": 0},
     "quality": {
         "PALSGD, seed 1": {
             "loss": about(5.2512),
