@@ -133,9 +133,9 @@ class Plan:
         for kind in ("fp32", "bf16"):
             yield from (replace(ddp, accumulate=many, gradients=kind) for many in self.accumulated)
         yield from self._local(self.steps, self.codes, (0.0,))
+        yield from self._local(self.short, (None,), (0.0,))
         for share in self.delays:
             yield from self._local(self.steps, self.delayed_codes, (share,))
-        yield from self._local(self.short, (None,), (0.0,))
 
     def _local(
         self, steps: int, codes: Iterable[str | None], shares: Iterable[float]
