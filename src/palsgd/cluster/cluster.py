@@ -168,6 +168,8 @@ class Cluster:
         """The seconds by which the ranks of a worker lengthen a gradient step, as they average its
         gradient among themselves."""
         ranks = self.ranks_per_worker
+        if ranks == 1:
+            return 0.0
         return Buckets(self._network(ranks, ranks), work, self.overlap).exposed(self.step)
 
     def sync_s(self, message: Sent) -> float:

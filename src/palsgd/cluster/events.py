@@ -8,6 +8,7 @@ two events no worker waits for another, so each adds the seconds of its own step
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,7 +82,6 @@ class TimeSimulation:
         self._one_each = np.ones(cluster.workers, dtype=np.int64)
         self._pending: list[PendingExchange] = []  # in the order in which they began
         self._free = 0.0  # when the last exchange was over
-        self._buckets = Buckets(cluster.network_of_ranks, work, cluster.overlap)
         self.projection = Projection()
 
     def run_until(self, clock: int, schedule: Schedule | None = None) -> float:
@@ -145,6 +145,10 @@ class TimeSimulation:
         self._record()
 
     # -- DDP -------------------------------------------------------------------------------------
+
+    @cached_property
+    def _buckets(self) -> "Buckets":
+        return Buckets(self.cluster.network_of_ranks, self.work, self.cluster.overlap)
 
     def _ddp_step(self, many: int) -> None:
         """A step of DDP with `many` gradients of each worker, of which the last hides exchanges."""
