@@ -75,12 +75,14 @@ def intervals_for(steps: int) -> list[int]:
 
 def recommended(every: list[Candidate]) -> Candidate:
     """Of the usable candidates with a measured price, the plainest one that takes little longer
-    than the fastest. Candidates whose price is not measured count only if no other is usable, those
-    with a delay last, as a delay is known to cost something. Unusable ones count only if all are."""
+    than the fastest. Candidates whose price is not measured count only if no other is usable: first
+    those without delay and with a common H, as longer H and delays are known to cost something.
+    Unusable ones count only if all are."""
     usable = [candidate for candidate in every if candidate.usable]
     measured = [candidate for candidate in usable if candidate.price.measured]
     undelayed = [candidate for candidate in usable if not candidate.work.delay]
-    pool = measured or undelayed or usable or every
+    common = [candidate for candidate in undelayed if candidate.work.sync_every <= COMMON]
+    pool = measured or common or undelayed or usable or every
     enough = (1 + WORTH) * min(candidate.run_s for candidate in pool)
     return min((c for c in pool if c.run_s <= enough), key=_plainness)
 
