@@ -172,7 +172,7 @@ def _heat(axes: Axes, model: str, found: list[Cell]) -> None:
     )  # fmt: skip
     for place, cell in enumerate(found):
         column, row = divmod(place, len(WORKERS))
-        ink = THEME["ink"][0] if cell.usable else MUTED
+        ink = MUTED if not cell.usable else "white" if cell.utilisation > 0.85 else THEME["ink"][0]
         style = {"size": 7.2} if cell.usable else {"size": 5.6, "style": "italic"}
         text = _figure(cell.faster) if cell.usable else "unusable"
         axes.text(column, row, text, ha="center", va="center", color=ink, **style)
