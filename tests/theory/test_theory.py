@@ -523,7 +523,7 @@ def test_the_output_ends_with_the_conclusion_of_the_document_and_the_page(outsid
     assert end.startswith(" ".join(f"- {each}" for each in sentences))
     page = html.unescape((out / "theory.html").read_text())
     assert all(f"<li>{each}</li>" in page for each in sentences)
-    assert len(sentences) <= 8
+    assert len(sentences) == 5
 
 
 def test_results_are_a_document_a_page_and_figures(outside):

@@ -1,6 +1,6 @@
 """What a run says about Theorem 2, in a few sentences for a reader of the paper."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from palsgd.theory.bound_terms import BOUND
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def conclusion(results: "Results") -> list[str]:
-    sentences = [_bound(results), _rates(results), *_eta(results), *_proof(results)]
-    return [*sentences, _confidence(results)]
+    parts = [_bound(results), _rates(results), _eta(results), _proof(results), _confidence(results)]
+    return [part for part in parts if part]
 
 
 def _bound(results: "Results") -> str:
@@ -49,18 +49,21 @@ def _rates(results: "Results") -> str:
     return " ".join(["Rates.", *found])
 
 
-def _eta(results: "Results") -> Iterator[str]:
+def _eta(results: "Results") -> str:
     verdicts = [(each, each.verdict(results.family)) for each in results.worths]
-    for alpha, opponent in (
-        (False, "of the same alpha (equal steps, same coins and data)"),
-        (True, "of a smaller alpha that is as slow"),
-    ):
-        found = [each for each in verdicts if (each[0].alpha != 1) == alpha]
-        if found:
-            stated = _joined(_worth(*each) for each in found if each[0].times == 1)
-            yield f"eta of Theorem 2, in units of the error of eta = 0 {opponent}: {stated}."
-    if verdicts:
-        yield _reward([each for each in verdicts if each[0].alpha != 1])
+    same = [each for each in verdicts if each[0].alpha == 1]
+    slower = [each for each in verdicts if each[0].alpha != 1]
+    if not verdicts:
+        return ""
+    return (
+        "eta of Theorem 2, its error in units of that of eta = 0 with equal steps, coins and data: "
+        f"{_stated(same)}; with a smaller alpha for eta = 0, as slow as the pull makes it: "
+        f"{_stated(slower)}. {_reward(slower)}"
+    )
+
+
+def _stated(verdicts: list[tuple[Worth, Verdict]]) -> str:
+    return _joined(_worth(*each) for each in verdicts if each[0].times == 1)
 
 
 def _reward(verdicts: list[tuple[Worth, Verdict]]) -> str:
@@ -88,19 +91,23 @@ def _at(worth: Worth, verdict: Verdict) -> str:
     return f"{worth.regime} at {worth.times:g} eta ({worth.ratio.mean:.2f} ± {verdict.half:.2f})"
 
 
-def _proof(results: "Results") -> Iterator[str]:
-    """Statements as the paper prints them; those in the algorithm's own form stand beside them."""
-    failing: dict[bool, dict[str, None]] = {True: {}, False: {}}
-    for check in results.checks:
-        if check.verdict(results.family).word == FAILS:
-            name = check.claim + (f" [{check.where}]" if check.form == ALGORITHM else "")
-            failing[check.form != ALGORITHM][name] = None
-    printed, own = failing[True], failing[False]
-    yield f"As printed, {len(printed)} statements fail: {'; '.join(printed) or 'none'}."
-    yield (
-        "In the form that the algorithm has, "
-        + (f"all hold but: {'; '.join(own)}." if own else "all that were decided hold.")
+def _proof(results: "Results") -> str:
+    """Each statement once, with the first place where it fails: as the paper prints it, and in the
+    form that the algorithm has."""
+    printed: dict[str, str] = {}
+    own: dict[str, str] = {}
+    for each in results.lemmas:
+        if each.verdict(results.family).word == FAILS:
+            (own if each.form == ALGORITHM else printed).setdefault(each.claim, each.where)
+    return (
+        f"Of the proof, {len(printed)} statements fail as printed{_places(printed)}. In the form "
+        f"that the algorithm has, {len(own) or 'none'} fails{_places(own)}."
     )
+
+
+def _places(failing: dict[str, str]) -> str:
+    named = "; ".join(f"{claim} ({where})" for claim, where in failing.items())
+    return f": {named}" if named else ""
 
 
 def _confidence(results: "Results") -> str:

@@ -107,9 +107,9 @@ class Results:
                 {
                     "claim": each.claim, "form": each.form, "where": each.where, "left": each.left,
                     "right": each.right, "errors": each.errors, "why": each.why,
-                    **_verdict(each.verdict(family)),
+                    "verdict": verdict.word, "seeds": verdict.seeds,
                 }
-                for each in self.checks
+                for each in self.checks for verdict in [each.verdict(family)]
             ],
         }  # fmt: skip
 
