@@ -13,7 +13,7 @@ ROOT = Path(palsgd.__file__).parent
 # types, and those inside functions, count too.
 LAYERS = (
     ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
-    ("outer", "progress", "rows", "scalars", "sharding", "unsynced", "units"),
+    ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
         *("two_levels", "wrapped"),

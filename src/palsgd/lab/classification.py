@@ -14,6 +14,9 @@ Batch = tuple[Tensor, Tensor]  # images, labels
 
 
 class Classification(Workload):
+    metric = "accuracy"
+    higher_is_better = True
+
     def inputs(self, images: Tensor) -> Tensor:
         """The model's inputs from the images of a batch. The loss calls this, not `batch`, so that
         a stacked program computes it once for all workers."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from palsgd import references
 from palsgd.lab.comparison import compared
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
@@ -16,8 +17,11 @@ from palsgd.lab.methods import method_of
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
+from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
+
+OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,13 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
+    for key, digest in own_files(settings).items():
+        if before.get(key) != digest:
+            raise ValueError(
+                f"the file of {getattr(settings, key.removesuffix('_sha256'))} has changed since "
+                f"{folder.path} was run with it; restore it, use --force to start over, or another "
+                "--out"
+            )
     if wanted["steps"] is None:  # given in epochs, resolved in the file
         del wanted["steps"]
     for key, value in wanted.items():
@@ -208,12 +219,14 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
 
 def grid_of(settings: Settings, values: Mapping[str, list[Any]]) -> dict[str, Settings]:
     """All combinations, by the name of their run."""
-    points = {}
+    points: dict[str, Settings] = {}
     varied = [name for name, choices in values.items() if len(choices) > 1] or list(values)
     for combination in itertools.product(*values.values()):
         changes = dict(zip(values, combination, strict=True))
         name = name_of({field: changes[field] for field in varied})
-        points[name] = settings.changed(changes)
+        point = settings.changed(changes)
+        if points.setdefault(name, point) != point:
+            raise ValueError(f"two points would both be called {name!r}; rename a class")
     return points
 
 
@@ -236,7 +249,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if not (isinstance(chosen, str) and ".." in chosen):
+    if name in OWN or not (isinstance(chosen, str) and ".." in chosen):
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))
@@ -249,4 +262,6 @@ def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
 
 
 def name_of(changes: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={value}" for name, value in changes.items())
+    shown = {name: value if name not in OWN else references.short(value)
+             for name, value in changes.items()}  # fmt: skip
+    return ",".join(f"{name}={value}" for name, value in shown.items())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from palsgd import registry
+from palsgd import references, registry
 from palsgd.checks import below, check_choice, check_number
 
 
@@ -55,6 +55,7 @@ class Settings:
     method_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._find_own_parts()
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name, (low, high, words) in RANGES.items():
@@ -68,6 +69,13 @@ class Settings:
                 "step is; give one of them"
             )
         self._check_batches()
+
+    def _find_own_parts(self) -> None:
+        """A workload or method of the user's own is named by a reference, which must mean the same
+        in every process. A method is imported here, so that its settings are known."""
+        object.__setattr__(self, "workload", references.absolute(self.workload))
+        if self.method not in registry.names():
+            object.__setattr__(self, "method", registry.row(self.method).name)
 
     def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
@@ -118,6 +126,11 @@ class Settings:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
+        if not examples:
+            raise ValueError(
+                f"epochs={self.epochs:g} of a workload whose number of examples is not known; give "
+                "--steps, or say `examples` in its class"
+            )
         steps = examples // (self.workers * self.batch_size)
         if steps == 0:
             raise ValueError(
@@ -142,7 +155,6 @@ class Settings:
 
 _EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
 CHOICES = {
-    "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
     "buffers": ("average", "local"),
     "inner": ("sgd", "adam", "adamw"),
@@ -236,7 +248,7 @@ def _method_fields() -> dict[str, Any]:
     """The fields of all methods, with their types. It is called only for names that are no field of
     Settings, as it imports torch."""
     found: dict[str, Any] = {}
-    for row in registry.rows():
+    for row in registry.all_rows():
         hints = typing.get_type_hints(row.method)
         found = {name: hints[name] for name in row.settings()} | found
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import palsgd
-from palsgd import registry
+from palsgd import references, registry
 from palsgd.lab.evaluation import evaluation_is_due
 from palsgd.lab.factory import (
     MeanNorm,
@@ -197,7 +197,8 @@ def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | st
 
 def _title(runs: list[SimulatedRun]) -> str:
     settings, count = runs[0].settings, len(runs)
-    return f"{settings.workload} {settings.method if count == 1 else f'{count} runs'}"
+    what = references.short(settings.method) if count == 1 else f"{count} runs"
+    return f"{references.short(settings.workload)} {what}"
 
 
 def shape_of(settings: Settings) -> tuple[Any, ...]:

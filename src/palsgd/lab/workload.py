@@ -8,24 +8,32 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from palsgd.lab.data.download import Progress
+from palsgd.lab.data.sharding import batch_indices
 
 
 class Workload(ABC):
     """One learning problem, its data loaded and ready on `device`.
+
+    A workload writes `load`, `model` and `loss`. `load` sets `train` and `valid`, tuples of tensors
+    with a row for each example; a workload whose data are no such tensors writes `batch` and
+    `validation` instead.
 
     Batches are a pure function of worker, index and seed, so a resumed run, a simulated one and
     one in real processes see the same data, and no loader state is ever saved.
     """
 
     name: ClassVar[str]
-    metric: ClassVar[str] = "accuracy"
-    higher_is_better: ClassVar[bool] = True
+    metric: ClassVar[str] = "loss"
+    higher_is_better: ClassVar[bool] = False
     # Training examples in an epoch. A class says how many the published data have, `load` how many
-    # it found.
-    examples: int
+    # it found. 0: not known, so that the length of a run must be given in steps.
+    examples: int = 0
     floor: float | None = None  # the lowest expected loss any model can reach, where known
+    train: tuple[Tensor, ...] = ()
+    valid: tuple[Tensor, ...] = ()
 
     def __init__(
         self,
@@ -40,33 +48,70 @@ class Workload(ABC):
         self.data, self.device, self.seed = data, torch.device(device), seed
         self.download, self.progress = download, progress
         self.load()
+        self._check_data()
+        self.train = tuple(column.to(self.device) for column in self.train)
+        self.valid = tuple(column.to(self.device) for column in self.valid)
+        if self.train:
+            self.examples = len(self.train[0])
 
     @abstractmethod
     def load(self) -> None:
-        """Read the data onto the device."""
+        """Read the data."""
 
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model on the CPU, drawn from torch's global generator."""
 
     @abstractmethod
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
-        """The `index`-th batch of a worker: its own part of each epoch, shuffled again in each
-        epoch."""
-
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss over the batch. Calls `model(...)` once, so that DDP sees it."""
 
-    @abstractmethod
+    def measure(self, model: nn.Module, batch: Any) -> Tensor | None:
+        """The mean metric over a batch of the validation set; None: the loss is the metric. A
+        workload that writes this says `metric` and `higher_is_better` too."""
+        return None
+
+    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
+        """The `index`-th batch of a worker: its own part of each epoch, shuffled again in each
+        epoch."""
+        which = batch_indices(
+            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
+            examples=self.examples, device=self.device,
+        )  # fmt: skip
+        return tuple(column[which] for column in self.train)
+
+    def validation(self, part: int, parts: int) -> Iterator[Any]:
+        """One of `parts` equal parts of the validation set, in batches."""
+        for own in parts_of(len(self.valid[0]), part, parts, size=1000):
+            yield tuple(column[own] for column in self.valid)
+
     def totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor:
         """Over one of `parts` equal parts of the validation set: summed loss, summed metric and
         count, in float64. Parts add up, so ranks can share an evaluation."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        with evaluating(model):
+            for batch in self.validation(part, parts):
+                loss, metric = self.loss(model, batch), self.measure(model, batch)
+                means = torch.stack([loss.double(), (loss if metric is None else metric).double()])
+                count = len(pytree.tree_leaves(batch)[0])
+                sums += torch.cat([means * count, sums.new_tensor([count])])
+        return sums
 
     def score(self, totals: Tensor) -> tuple[float, float]:
         """Loss and metric from totals that were added up."""
         loss, metric, count = totals.tolist()
         return loss / count, metric / count
+
+    def _check_data(self) -> None:
+        """Raise if `load` has not set what the methods that are not overridden read."""
+        kind = type(self)
+        for name, readers in {"train": ["batch"], "valid": ["validation", "totals"]}.items():
+            inherited = all(getattr(kind, each) is getattr(Workload, each) for each in readers)
+            if inherited and not getattr(self, name):
+                raise ValueError(
+                    f"{kind.__name__}.load has set no self.{name}; set a tuple of tensors with a "
+                    f"row for each example, or write {kind.__name__}.{readers[0]}"
+                )
 
 
 @contextmanager
