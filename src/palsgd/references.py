@@ -5,7 +5,6 @@ again: `path/to/mine.py:Name`, `package.module:Name`, `path/to/mine.py` where th
 one, or the name of an entry point.
 """
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -15,10 +14,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ def short(text: str) -> str:
     return name or Path(place).stem
 
 
-def installed(group: str) -> dict[str, metadata.EntryPoint]:
+def installed(group: str) -> "dict[str, EntryPoint]":
     """The entry points of a group by name."""
-    return {entry.name: entry for entry in metadata.entry_points(group=group)}
+    from importlib.metadata import entry_points  # takes longer than all other imports of help
+
+    return {entry.name: entry for entry in entry_points(group=group)}
 
 
 def find(text: str, kind: Kind) -> Part:
@@ -117,7 +120,7 @@ def _from_file(path: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)  # at the end: it hides no module of others
     # Two files may have the same name, and a file may have that of a module.
-    name = f"{stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    name = f"{stem}_{_sha256(path.encode())[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -134,7 +137,13 @@ def _from_file(path: str) -> ModuleType:
 
 @cache
 def _digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return _sha256(Path(path).read_bytes())
+
+
+def _sha256(data: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(data).hexdigest()
 
 
 def _from_module(name: str) -> ModuleType:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from palsgd.lab.data import tokens
-from palsgd.lab.data.download import place_of
+from palsgd.lab.data import sources, tokens
 from palsgd.lab.data.sharding import batch_indices
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
@@ -44,16 +43,14 @@ class Language(Workload):
 class TinyStories(Language):
     """TinyStories as a workload's data, which is encoded at first use and kept beside the text."""
 
+    source = sources.TinyStories()
     examples = 2_119_719
     context = 256  # longest part of a story that is read, in tokens
 
     def load(self) -> None:
-        folder = place_of(self.data, "tinystories")
+        folder = self.source.place(self.data)
         if not tokens.is_prepared(folder):
-            beside = place_of(self.data, "gpt2-tokenizer")
-            tokenizer = beside if (beside / "vocab.json").exists() else folder
-            if self.download:
-                tokens.download(folder, tokenizer, self.progress)
+            tokenizer = self.source.tokenizer(self.data)
             tokens.prepare(folder, folder, tokenizer, self.progress)
         self._train, self._valid = (
             tokens.Stories(folder, split, self.device) for split in tokens.SPLITS

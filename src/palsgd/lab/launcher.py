@@ -25,6 +25,12 @@ from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import load
 
+_HANDLED = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+]
+
 
 class StoppedError(Exception):
     """Ctrl-C, or a signal that means the same."""
@@ -173,6 +179,8 @@ def _environment() -> Iterator[None]:
     }
     added = {key: value for key, value in changes.items() if key not in os.environ}
     os.environ.update(added)
+    # torch's launcher leaves its own handlers behind, which raise what nobody catches later.
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     silent = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch's launcher would log the error that is raised here again
     with warnings.catch_warnings():
@@ -181,5 +189,7 @@ def _environment() -> Iterator[None]:
             yield
         finally:
             logging.disable(silent)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             for key in added:
                 del os.environ[key]

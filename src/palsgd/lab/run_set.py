@@ -3,6 +3,7 @@ compared."""
 
 import functools
 import itertools
+import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import kind, load
+from palsgd.progress import file_progress
 
 OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
@@ -40,12 +42,25 @@ class Options:
 
 
 def check_folder(out: Path, options: Options) -> None:
-    """Refuse a folder that is not empty, unless the options allow it."""
+    """Refuse a folder that is not empty, unless the options allow it, and one that cannot be made.
+    It is made with the first file of a run, hence not for a run that cannot begin."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if there != out and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise OSError(f"{out} cannot be made: {there} is no folder to write in; use another --out")
     used = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if used and not (options.force or options.resume):
         raise ValueError(
             f"{out} exists and is not empty; add --resume to go on with it, --force to start over, "
             "or choose another --out"
+        )
+
+
+def check_data(runs: Mapping[str, Settings], options: Options) -> None:
+    """Raise if files are missing, before anything is started or written; or fetch them, once for
+    all workers."""
+    for workload in dict.fromkeys(settings.workload for settings in runs.values()):
+        kind(workload).require(
+            options.data, download=options.download, progress=file_progress(options.quiet)
         )
 
 
@@ -79,14 +94,10 @@ def run_all(
         check_simulated(list(runs.values()))
     check_device(options.device)
     check_folder(out, options)
-    out.mkdir(parents=True, exist_ok=True)
-    if options.force and first_rank():
-        for config in list(out.glob("*/config.yaml")):
-            RunFolder(config.parent).clear()
     waiting = {
         name: settings
         for name, settings in runs.items()
-        if not _is_done(RunFolder(out / name), name, settings, options)
+        if options.force or not _is_done(RunFolder(out / name), name, settings, options)
     }
     told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
     if told and not options.simulate:
@@ -94,6 +105,10 @@ def run_all(
             f"cluster={told[0]} is for simulated workers, real ones have a time of their own; add "
             "--simulate, or leave it out"
         )
+    check_data(waiting, options)
+    if options.force and first_rank():
+        for config in list(out.glob("*/config.yaml")):
+            RunFolder(config.parent).clear()
     if options.simulate:
         _simulate(waiting, out, options)
     else:

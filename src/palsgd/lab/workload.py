@@ -3,15 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from palsgd.lab.data.download import Progress
+from palsgd.lab.data.download import Data, Progress
 from palsgd.lab.data.sharding import batch_indices
+
+if TYPE_CHECKING:
+    from palsgd.lab.data.sources import Source
 
 
 class Workload(ABC):
@@ -31,6 +33,7 @@ class Workload(ABC):
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found. 0: not known, so that the length of a run must be given in steps.
     examples: int = 0
+    source: ClassVar["Source | None"] = None  # the files it needs, where it needs some
     floor: float | None = None  # the lowest expected loss any model can reach, where known
     train: tuple[Tensor, ...] = ()
     valid: tuple[Tensor, ...] = ()
@@ -38,7 +41,7 @@ class Workload(ABC):
     def __init__(
         self,
         *,
-        data: Path | str | None = None,
+        data: Data = None,
         device: torch.device | str = "cpu",
         seed: int = 2023,
         download: bool = False,
@@ -47,12 +50,28 @@ class Workload(ABC):
         """`data` is a folder, for workloads that need files; `download` fetches missing ones."""
         self.data, self.device, self.seed = data, torch.device(device), seed
         self.download, self.progress = download, progress
+        self.require(data, download=download, progress=progress)
         self.load()
         self._check_data()
         self.train = tuple(column.to(self.device) for column in self.train)
         self.valid = tuple(column.to(self.device) for column in self.valid)
         if self.train:
             self.examples = len(self.train[0])
+
+    @classmethod
+    def require(
+        cls, data: Data, *, download: bool = False, progress: Progress | None = None
+    ) -> None:
+        """Raise a ValueError unless the files are there; with `download`, fetch those that are
+        not."""
+        if cls.source is None:
+            return
+        try:
+            cls.source.require(data)
+        except ValueError:
+            if not download:
+                raise
+            cls.source.download(data, progress)
 
     @abstractmethod
     def load(self) -> None:

@@ -20,6 +20,7 @@ from palsgd.lab.data import device as on_device
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import batch_indices, random_stream
 
+SPLITS = ("train", "val")
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
 LARGEST_IN_MEMORY = 2**32  # bytes of pixels
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -122,23 +123,41 @@ def open_folders(
 ) -> Photographs:
     """The photographs in root/train and root/val. Those that fit are kept in memory, unless
     `in_memory` says otherwise."""
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-
-    try:
-        train, val = (ImageFolder(str(root / name)) for name in ("train", "val"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
-            "the workload digits, which needs no files"
-        ) from error
-    if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
-        raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
+    train, val = folders(root).values()
     if in_memory is None:
         in_memory = _can_be_held(train, val, resolution)
     kind = InMemory if in_memory else FromFiles
     return kind(train, val, resolution=resolution, seed=seed, device=device)
+
+
+def require(root: Path) -> None:
+    """Raise a ValueError unless there are folders for both splits."""
+    for name in SPLITS:
+        if not (root / name).is_dir():
+            raise _nothing_in(root, f"there is no folder {root / name}")
+
+
+def folders(root: Path) -> dict[str, Any]:
+    """The files of both splits, which have the same classes."""
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    require(root)
+    try:
+        train, val = (ImageFolder(str(root / name)) for name in SPLITS)
+    except FileNotFoundError as error:
+        raise _nothing_in(root, str(error)) from error
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
+    return dict(zip(SPLITS, (train, val), strict=True))
+
+
+def _nothing_in(root: Path, found: str) -> ValueError:
+    return ValueError(
+        f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+        f"({found}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
+        "the workload digits, which needs no files"
+    )
 
 
 def decoded(folder: Any, i: int) -> Any:

@@ -5,8 +5,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from palsgd.lab.classification import InMemory
-from palsgd.lab.data import cifar10
-from palsgd.lab.data.download import place_of
+from palsgd.lab.data import cifar10, sources
 from palsgd.lab.settings import Settings
 
 # The paper gives no batch size: 32 is ours. Learning rates are from its grid.
@@ -26,13 +25,12 @@ GRIDS = {
 class Cifar10(InMemory):
     """CIFAR-10 as a workload's data. Pixels stay bytes until the loss converts those of a batch."""
 
+    source = sources.Cifar10()
     examples = 50_000
 
     def load(self) -> None:
-        folder = place_of(self.data, "cifar10")
-        if self.download and not cifar10.is_in(folder):
-            cifar10.download(folder)
-        train, test = (split.to(self.device) for split in cifar10.load(folder))
+        found = cifar10.load(self.source.place(self.data))
+        train, test = (split.to(self.device) for split in found)
         self.keep((train.images, train.labels), (test.images, test.labels))
 
     def inputs(self, images: Tensor) -> Tensor:
