@@ -1,13 +1,14 @@
 """`python -m palsgd`, and the script `palsgd`."""
 
-import signal
 import sys
 
 from palsgd import interrupts
 
-# A worker process imports this module first of all. Ctrl-C reaches it too, and its parent speaks.
-if "multiprocessing.spawn" in sys.modules and __name__ != "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# A worker process runs its parent's program first of all, under another name. Python leaves that
+# out for programs of packages, which it tells by their spec.
+__spec__ = None
+if "--multiprocessing-fork" in sys.orig_argv:
+    interrupts.leave_to_parent()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ there. So the process ends at once, unless somebody awaits the exception and no 
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -30,6 +31,31 @@ def awaited() -> Iterator[None]:
         yield
     finally:
         _awaited = before
+
+
+@contextmanager
+def starting_children() -> Iterator[None]:
+    """Inside, processes are started with SIGINT blocked, so that it waits until the child calls
+    `leave_to_parent`; Python would print a traceback there meanwhile. Only the calling thread is
+    blocked, whose mask children inherit. Another one receives Ctrl-C for it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
+
+
+def leave_to_parent() -> None:
+    """In a child process: Ctrl-C, which reaches it too, ends it without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
 from palsgd.lab.run_folder import RunFolder
@@ -79,7 +80,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
         monitor_interval=0.1,
     )
     try:
-        with _environment():
+        with _environment(), interrupts.starting_children():
             elastic_launch(config, work)(jobs, device)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
@@ -108,7 +109,7 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
 
 def work(jobs: list[Job], wanted: str) -> None:
     """Run the jobs in a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
