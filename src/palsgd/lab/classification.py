@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.splits import held_out
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # images, labels
@@ -16,6 +17,7 @@ Batch = tuple[Tensor, Tensor]  # images, labels
 class Classification(Workload):
     metric = "accuracy"
     higher_is_better = True
+    labelled = True
 
     def inputs(self, images: Tensor) -> Tensor:
         """The model's inputs from the images of a batch. The loss calls this, not `batch`, so that
@@ -41,23 +43,30 @@ class Classification(Workload):
 
 
 class InMemory(Classification):
-    """Both splits as tensors on the device, set by `load` through `keep`."""
+    """What is trained on and what is evaluated, as tensors on the device, set by `load` through
+    `keep`."""
 
     train_images: Tensor
     train_labels: Tensor
-    test_images: Tensor
+    test_images: Tensor  # with split=choose, of the held out part
     test_labels: Tensor
 
-    def keep(self, train: Batch, test: Batch) -> None:
+    def keep(self, train: Batch, test: Batch | None) -> None:
+        """The test set is not kept with split=choose, so `load` need not read it there."""
+        if self.split == "choose":
+            parts = held_out(len(train[1]), self.held_out)
+            train, test = (_rows(train, torch.from_numpy(part)) for part in parts)
+        assert test is not None, "a run with split=test needs the test set"
         self.train_images, self.train_labels = train
         self.test_images, self.test_labels = test
         self.examples = len(self.train_labels)
+        self._shards = Shards(
+            self.sharding, self.examples, seed=self.seed, device=self.device,
+            labels=self.train_labels,
+        )  # fmt: skip
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        which = batch_indices(
-            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
-            examples=self.examples, device=self.device,
-        )  # fmt: skip
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return self.training_images(which, worker, index), self.train_labels[which]
 
     def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
@@ -66,3 +75,9 @@ class InMemory(Classification):
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.test_labels), part, parts, size=1000):
             yield self.test_images[own], self.test_labels[own]
+
+
+def _rows(batch: Batch, which: Tensor) -> Batch:
+    images, labels = batch
+    which = which.to(labels.device)
+    return images[which], labels[which]

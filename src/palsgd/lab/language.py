@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.lab.data import sources, tokens
-from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.splits import held_out_count
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets: a story per row, -100 where there is none
@@ -45,26 +46,28 @@ class TinyStories(Language):
 
     source = sources.TinyStories()
     examples = 2_119_719
-    context = 256  # longest part of a story that is read, in tokens
+    context: int  # positions of the model; of a longer story the beginning is read
+    held_out = 0.01  # the last stories of the training data
 
     def load(self) -> None:
         folder = self.source.place(self.data)
         if not tokens.is_prepared(folder):
             tokenizer = self.source.tokenizer(self.data)
             tokens.prepare(folder, folder, tokenizer, self.progress)
-        self._train, self._valid = (
-            tokens.Stories(folder, split, self.device) for split in tokens.SPLITS
-        )
+        self._train = tokens.Stories(folder, "train", self.device)
         self.examples = len(self._train)
+        if self.split == "choose":
+            self.examples -= held_out_count(self.examples, self.held_out)
+            self._valid, self._first_valid = self._train, self.examples
+        else:
+            self._valid, self._first_valid = tokens.Stories(folder, "valid", self.device), 0
+        self._shards = Shards(self.sharding, self.examples, seed=self.seed, device=self.device)
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        which = batch_indices(
-            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
-            examples=self.examples, device=self.device,
-        )  # fmt: skip
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return self._train.rows(which, self.context)
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
-        every = torch.arange(len(self._valid), device=self.device)
+        every = torch.arange(self._first_valid, len(self._valid), device=self.device)
         for own in parts_of(len(every), part, parts, size=64):
             yield self._valid.rows(every[own], self.context)

@@ -16,11 +16,11 @@ from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
 from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import kind, load
+from palsgd.lab.workloads import data_settings, kind, load
 from palsgd.progress import file_progress
 
 OWN = ("workload", "method")  # settings whose values may be references, with paths in them
@@ -129,8 +129,9 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
                 f"{folder.path} was run with it; restore it, use --force to start over, or another "
                 "--out"
             )
-    if wanted["steps"] is None:  # given in epochs, resolved in the file
-        del wanted["steps"]
+    for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
+        if wanted[in_epochs] and not wanted[name]:
+            del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
         if then != value and key not in ("checkpoint_every",):
@@ -212,10 +213,8 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
-    def loaded(workload: str, seed: int) -> Workload:
-        return load(
-            workload, data=options.data, device=device, seed=seed, download=options.download
-        )
+    def loaded(workload: str, **own: Any) -> Workload:
+        return load(workload, data=options.data, device=device, download=options.download, **own)
 
     shapes: dict[tuple[Any, ...], list[str]] = {}
     for name, settings in runs.items():
@@ -224,7 +223,7 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     for names in shapes.values():
         simulate_runs(
             [
-                SimulatedRun(run, loaded(run.workload, run.seed), RunFolder(out / name))
+                SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
                 for name, run in ((name, runs[name]) for name in names)
             ],
             quiet=options.quiet,
@@ -264,7 +263,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if name in OWN or not (isinstance(chosen, str) and ".." in chosen):
+    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen or name in OWN:
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))

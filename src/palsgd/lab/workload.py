@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from palsgd.lab.data.download import Data, Progress
-from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.splits import held_out
 
 if TYPE_CHECKING:
     from palsgd.lab.data.sources import Source
@@ -30,13 +31,22 @@ class Workload(ABC):
     name: ClassVar[str]
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False
+    labelled: ClassVar[bool] = False  # have examples classes, by which they can be dealt out?
+    judged_on: ClassVar[str] = "loss"  # or "metric": by which a comparison says who is better
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found. 0: not known, so that the length of a run must be given in steps.
     examples: int = 0
     source: ClassVar["Source | None"] = None  # the files it needs, where it needs some
+    context: int | None = None  # tokens of a row; of a class: the most, None where nothing is cut
+    held_out: ClassVar[float] = 0.1  # share of the training data that split=choose evaluates on
     floor: float | None = None  # the lowest expected loss any model can reach, where known
     train: tuple[Tensor, ...] = ()
     valid: tuple[Tensor, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__
 
     def __init__(
         self,
@@ -44,19 +54,30 @@ class Workload(ABC):
         data: Data = None,
         device: torch.device | str = "cpu",
         seed: int = 2023,
+        sharding: str = "reshuffled",
+        split: str = "test",
+        context: int | None = None,
         download: bool = False,
         progress: Progress | None = None,
     ):
-        """`data` is a folder, for workloads that need files; `download` fetches missing ones."""
+        """`data` is a folder, for workloads that need files; `download` fetches missing ones.
+        `sharding`, `split` and `context` are as in the settings of a run."""
         self.data, self.device, self.seed = data, torch.device(device), seed
+        if sharding.startswith("dirichlet") and not self.labelled:
+            raise ValueError(
+                f"sharding={sharding} deals out examples by their labels, and those of {self.name} "
+                "have none; use fixed or reshuffled"
+            )
+        if context is not None:
+            self._check_context(context)
+            self.context = context
+        self.sharding, self.split = sharding, split
         self.download, self.progress = download, progress
         self.require(data, download=download, progress=progress)
         self.load()
         self._check_data()
-        self.train = tuple(column.to(self.device) for column in self.train)
-        self.valid = tuple(column.to(self.device) for column in self.valid)
         if self.train:
-            self.examples = len(self.train[0])
+            self._deal()
 
     @classmethod
     def require(
@@ -72,6 +93,18 @@ class Workload(ABC):
             if not download:
                 raise
             cls.source.download(data, progress)
+
+    def _check_context(self, context: int) -> None:
+        if self.context is None:
+            raise ValueError(
+                f"context={context} is for texts that are cut, and {self.name} has none; leave it "
+                "out"
+            )
+        if context > self.context:
+            raise ValueError(
+                f"context={context} is more than the {self.context} positions of the model of "
+                f"{self.name}; use context <= {self.context}"
+            )
 
     @abstractmethod
     def load(self) -> None:
@@ -91,12 +124,8 @@ class Workload(ABC):
         return None
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
-        """The `index`-th batch of a worker: its own part of each epoch, shuffled again in each
-        epoch."""
-        which = batch_indices(
-            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
-            examples=self.examples, device=self.device,
-        )  # fmt: skip
+        """The `index`-th batch of a worker, of the examples that `sharding` gives to it."""
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return tuple(column[which] for column in self.train)
 
     def validation(self, part: int, parts: int) -> Iterator[Any]:
@@ -121,6 +150,20 @@ class Workload(ABC):
         loss, metric, count = totals.tolist()
         return loss / count, metric / count
 
+    def _deal(self) -> None:
+        """Put the rows that `load` has set onto the device. With split=choose, those that are
+        evaluated are held out of the training data, and `valid` is not used."""
+        if self.split == "choose":
+            parts = held_out(len(self.train[0]), self.held_out)
+            self.train, self.valid = (_rows(self.train, torch.from_numpy(part)) for part in parts)
+        self.train = tuple(column.to(self.device) for column in self.train)
+        self.valid = tuple(column.to(self.device) for column in self.valid)
+        self.examples = len(self.train[0])
+        self._shards = Shards(
+            self.sharding, self.examples, seed=self.seed, device=self.device,
+            labels=self.train[-1] if self.labelled else None,
+        )  # fmt: skip
+
     def _check_data(self) -> None:
         """Raise if `load` has not set what the methods that are not overridden read."""
         kind = type(self)
@@ -131,6 +174,10 @@ class Workload(ABC):
                     f"{kind.__name__}.load has set no self.{name}; set a tuple of tensors with a "
                     f"row for each example, or write {kind.__name__}.{readers[0]}"
                 )
+
+
+def _rows(columns: tuple[Tensor, ...], which: Tensor) -> tuple[Tensor, ...]:
+    return tuple(column[which.to(column.device)] for column in columns)
 
 
 @contextmanager

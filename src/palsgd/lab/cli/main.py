@@ -24,6 +24,7 @@ from palsgd.lab.cli.report_command import report
 from palsgd.lab.cli.sweep_command import sweep
 from palsgd.lab.cli.theory_command import theory
 from palsgd.lab.cli.train_command import train
+from palsgd.lab.cli.tune_command import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +55,7 @@ def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _COMMANDS: dict[typer.Typer, tuple[Callable[..., None], ...]] = {
-    app: (demo, train, compare, sweep, report, explain, theory, plan, recipes),
+    app: (demo, train, compare, tune, sweep, report, explain, theory, plan, recipes),
     data_app: (data_list, fetch, check, prepare),
     bench_app: (link,),
 }

@@ -4,6 +4,7 @@ A training image is a random crop, resized and perhaps mirrored. Which crop is a
 worker and index, so it does not matter which thread decodes it, or when.
 """
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from palsgd.lab.data import device as on_device
+from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
-from palsgd.lab.data.sharding import batch_indices, random_stream
+from palsgd.lab.data.sharding import Shards, random_stream
 
 SPLITS = ("train", "val")
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
@@ -27,8 +29,18 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Photographs(ABC):
-    def __init__(self, train: Any, val: Any, *, resolution: int, seed: int, device: torch.device):
+    def __init__(
+        self,
+        train: Any,
+        val: Any,
+        *,
+        resolution: int,
+        seed: int,
+        device: torch.device,
+        sharding: str = "reshuffled",
+    ):
         self.train, self.val = train, val
+        self._shards = Shards(sharding, len(train), seed=seed, labels=torch.tensor(train.targets))
         self._resolution, self._seed, self._device = resolution, seed, device
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
@@ -42,10 +54,7 @@ class Photographs(ABC):
 
     def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
         """The images of a batch, and the random numbers for their crops."""
-        which = batch_indices(
-            seed=self._seed, worker=worker, workers=workers, size=size, index=index,
-            examples=len(self.train),
-        )  # fmt: skip
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return which, random_stream(self._seed, worker, index).random((size, *CHANCES))
 
 
@@ -119,15 +128,48 @@ class InMemory(Photographs):
 
 
 def open_folders(
-    root: Path, *, resolution: int, seed: int, device: torch.device, in_memory: bool | None = None
+    root: Path,
+    *,
+    resolution: int,
+    seed: int,
+    device: torch.device,
+    sharding: str = "reshuffled",
+    held_out: float | None = None,
+    in_memory: bool | None = None,
 ) -> Photographs:
-    """The photographs in root/train and root/val. Those that fit are kept in memory, unless
-    `in_memory` says otherwise."""
-    train, val = folders(root).values()
+    """The photographs in root/train and root/val; with a share that is held out, those in
+    root/train alone, in two parts. Those that fit are kept in memory, unless `in_memory` says
+    otherwise."""
+    train = split_folder(root, "train")
+    if held_out is not None:
+        parts = splits.held_out(len(train), held_out)
+        train, val = (_part(train, part.tolist()) for part in parts)
+    else:
+        val = split_folder(root, "val")
+    if train.classes != val.classes:
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
     if in_memory is None:
         in_memory = _can_be_held(train, val, resolution)
     kind = InMemory if in_memory else FromFiles
-    return kind(train, val, resolution=resolution, seed=seed, device=device)
+    return kind(train, val, resolution=resolution, seed=seed, device=device, sharding=sharding)
+
+
+def split_folder(root: Path, name: str) -> Any:
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    try:
+        return ImageFolder(str(root / name))
+    except FileNotFoundError as error:
+        raise _nothing_in(root, str(error)) from error
+
+
+def _part(folder: Any, which: list[int]) -> Any:
+    """Some photographs of a folder, with the classes of all."""
+    part = copy.copy(folder)
+    part.samples = [folder.samples[i] for i in which]
+    part.targets = [folder.targets[i] for i in which]
+    return part
 
 
 def require(root: Path) -> None:
@@ -135,21 +177,6 @@ def require(root: Path) -> None:
     for name in SPLITS:
         if not (root / name).is_dir():
             raise _nothing_in(root, f"there is no folder {root / name}")
-
-
-def folders(root: Path) -> dict[str, Any]:
-    """The files of both splits, which have the same classes."""
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-
-    require(root)
-    try:
-        train, val = (ImageFolder(str(root / name)) for name in SPLITS)
-    except FileNotFoundError as error:
-        raise _nothing_in(root, str(error)) from error
-    if train.classes != val.classes:
-        odd = sorted(set(train.classes) ^ set(val.classes))
-        raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
-    return dict(zip(SPLITS, (train, val), strict=True))
 
 
 def _nothing_in(root: Path, found: str) -> ValueError:

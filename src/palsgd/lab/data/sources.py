@@ -134,7 +134,8 @@ class ImageNet(Source):
         )
 
     def facts(self, data: Data) -> Iterator[str]:
-        for name, folder in images.folders(self.place(data)).items():
+        for name in images.SPLITS:
+            folder = images.split_folder(self.place(data), name)
             firsts = [folder.targets.index(label) for label in range(len(folder.classes))]
             for i in firsts:
                 images.decoded(folder, i)

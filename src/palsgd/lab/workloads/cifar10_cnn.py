@@ -1,10 +1,11 @@
 """CIFAR-10 and the paper's small CNN, for studies with many workers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
-from palsgd.lab.classification import InMemory
+from palsgd.lab.classification import Batch, InMemory
 from palsgd.lab.data import cifar10, sources
 from palsgd.lab.settings import Settings
 
@@ -27,11 +28,19 @@ class Cifar10(InMemory):
 
     source = sources.Cifar10()
     examples = 50_000
+    held_out = 0.1
 
     def load(self) -> None:
-        found = cifar10.load(self.source.place(self.data))
-        train, test = (split.to(self.device) for split in found)
-        self.keep((train.images, train.labels), (test.images, test.labels))
+        folder = self.source.place(self.data)
+        train, test = (self._read(folder, split) for split in cifar10.SPLITS)
+        assert train is not None
+        self.keep(train, test)
+
+    def _read(self, folder: Path, split: str) -> Batch | None:
+        if (self.split, split) == ("choose", "test"):
+            return None
+        found = cifar10.load_split(folder, split).to(self.device)
+        return found.images, found.labels
 
     def inputs(self, images: Tensor) -> Tensor:
         return cifar10.normalized(images)

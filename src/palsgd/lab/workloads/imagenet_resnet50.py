@@ -27,13 +27,16 @@ class ImageNetResNet50(Classification):
     name = "imagenet-resnet50"
     source = sources.ImageNet()
     examples = 1_281_167
+    held_out = 0.01
     resolution = 224
 
     def load(self) -> None:
         folder = self.source.place(self.data)
         self.photographs = open_folders(
-            folder, resolution=self.resolution, seed=self.seed, device=self.device
-        )
+            folder, resolution=self.resolution, seed=self.seed, device=self.device,
+            sharding=self.sharding,
+            held_out=self.held_out if self.split == "choose" else None,
+        )  # fmt: skip
         self.examples = len(self.photographs.train)
 
     def model(self) -> nn.Module:

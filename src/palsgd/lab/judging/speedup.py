@@ -1,0 +1,75 @@
+"""Speed-up against quality: for every level, what the baseline spent divided by what a method
+spent, with a band. It replaces one accidental target, and shows where a method stops."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, bounds, crossing, resampled
+
+
+@dataclass(frozen=True, eq=False)
+class SpeedUp:
+    """At `levels`, from poor to good: above 1 the method is ahead. nan where one of the two never
+    reaches a level; the band is nan with one seed, and infinite where some draws never reach it."""
+
+    levels: np.ndarray
+    ratio: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    pairs: int
+
+
+def speed_up(
+    baseline: QualityCurve,
+    method: QualityCurve,
+    axis: str,
+    levels: np.ndarray,
+    *,
+    draws: int = DRAWS,
+    noise: "tuple[np.ndarray, np.ndarray] | None" = None,
+) -> SpeedUp:
+    """`noise`: factors of the two costs, one per draw, where the cost itself is uncertain, as
+    measured seconds per step are."""
+    seeds = [seed for seed in method.seeds if seed in baseline.seeds]
+    if not seeds:
+        raise ValueError(
+            f"seeds {method.seeds} and {baseline.seeds} have none in common; run both with the same"
+        )
+    rows = _rows(baseline, seeds), _rows(method, seeds)
+
+    def ratio(chosen: np.ndarray) -> np.ndarray:
+        spent = [
+            crossing(curve.mean(row[chosen]), curve.costs[axis], levels)
+            for curve, row in zip((baseline, method), rows, strict=True)
+        ]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return spent[0] / spent[1]
+
+    n = len(seeds)
+    found = ratio(np.arange(n))
+    if n < 2:
+        unknown = np.full(len(levels), np.nan)
+        return SpeedUp(levels, found, unknown, unknown, n)
+    drawn = np.stack([ratio(chosen) for chosen in resampled(n, draws)])
+    if noise is not None:
+        drawn = drawn * (noise[0] / noise[1])[:, None]
+    band = np.array([_band(column, value) for column, value in zip(drawn.T, found, strict=True)])
+    return SpeedUp(levels, found, band[:, 0], band[:, 1], n)
+
+
+def _band(drawn: np.ndarray, value: float) -> tuple[float, float]:
+    """A draw in which the method never arrives is a speed-up of 0: it lies below all others."""
+    if np.isnan(value):
+        return np.nan, np.nan
+    low, high = bounds(np.where(np.isnan(drawn), np.nan, -drawn))
+    return (0.0 if np.isinf(high) else -high), -low
+
+
+def _rows(curve: QualityCurve, seeds: list[int]) -> np.ndarray:
+    return np.array([curve.seeds.index(seed) for seed in seeds])
+
+
+def levels_between(worst: float, best: float, count: int = 40) -> np.ndarray:
+    """Levels from poor to good, denser towards the good end, where the questions are."""
+    return best + (worst - best) * np.geomspace(1.0, 0.01, count)
