@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
 from palsgd.lab.run_folder import RunFolder
@@ -24,6 +25,12 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+
+_HANDLED = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+]
 
 
 class StoppedError(Exception):
@@ -73,7 +80,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
         monitor_interval=0.1,
     )
     try:
-        with _environment():
+        with _environment(), interrupts.starting_children():
             elastic_launch(config, work)(jobs, device)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
@@ -102,7 +109,7 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
 
 def work(jobs: list[Job], wanted: str) -> None:
     """Run the jobs in a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
@@ -170,6 +177,8 @@ def _environment() -> Iterator[None]:
     }
     added = {key: value for key, value in changes.items() if key not in os.environ}
     os.environ.update(added)
+    # torch's launcher leaves its own handlers behind, which raise what nobody catches later.
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     silent = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch's launcher would log the error that is raised here again
     with warnings.catch_warnings():
@@ -178,5 +187,7 @@ def _environment() -> Iterator[None]:
             yield
         finally:
             logging.disable(silent)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             for key in added:
                 del os.environ[key]

@@ -4,6 +4,7 @@ compared."""
 import functools
 import itertools
 import logging
+import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from palsgd import references
 from palsgd.lab.comparison import compared
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
@@ -22,13 +24,17 @@ from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed, setting_name
 from palsgd.lab.simulated_program import grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
+from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import check as check_workload
-from palsgd.lab.workloads import data_settings, load
+from palsgd.lab.workloads import data_settings, kind, load
+from palsgd.progress import file_progress
 from palsgd.transports.in_memory import SimulatedTransport
 from palsgd.transports.transport import ambient
 
 log = logging.getLogger("palsgd")
+
+OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +53,25 @@ class Options:
 
 
 def check_folder(out: Path, options: Options) -> None:
-    """Refuse a folder that is not empty, unless the options allow it."""
+    """Refuse a folder that is not empty, unless the options allow it, and one that cannot be made.
+    It is made with the first file of a run, hence not for a run that cannot begin."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if there != out and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise OSError(f"{out} cannot be made: {there} is no folder to write in; use another --out")
     used = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if used and not (options.force or options.resume):
         raise ValueError(
             f"{out} exists and is not empty; add --resume to go on with it, --force to start over, "
             "or choose another --out"
+        )
+
+
+def check_data(runs: Mapping[str, Settings], options: Options) -> None:
+    """Raise if files are missing, before anything is started or written; or fetch them, once for
+    all workers."""
+    for workload in dict.fromkeys(settings.workload for settings in runs.values()):
+        kind(workload).require(
+            options.data, download=options.download, progress=file_progress(options.quiet)
         )
 
 
@@ -111,14 +130,10 @@ def run_all(
         check_simulated(list(runs.values()))
     check_device(options.device)
     check_folder(out, options)
-    out.mkdir(parents=True, exist_ok=True)
-    if options.force and first_rank():
-        for config in list(out.glob("*/config.yaml")):
-            RunFolder(config.parent).clear()
     waiting = {
         name: settings
         for name, settings in runs.items()
-        if not _is_done(RunFolder(out / name), name, settings, options)
+        if options.force or not _is_done(RunFolder(out / name), name, settings, options)
     }
     told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
     if told and not options.simulate:
@@ -126,6 +141,10 @@ def run_all(
             f"cluster={told[0]} is for simulated workers, real ones have a time of their own; add "
             "--simulate, or leave it out"
         )
+    check_data(waiting, options)
+    if options.force and first_rank():
+        for config in list(out.glob("*/config.yaml")):
+            RunFolder(config.parent).clear()
     if options.simulate:
         _simulate(runs, list(waiting), out, options)
     else:
@@ -139,6 +158,13 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
+    for key, digest in own_files(settings).items():
+        if before.get(key) != digest:
+            raise ValueError(
+                f"the file of {getattr(settings, key.removesuffix('_sha256'))} has changed since "
+                f"{folder.path} was run with it; restore it, use --force to start over, or another "
+                "--out"
+            )
     for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
         if wanted[in_epochs] and not wanted[name]:
             del wanted[name]
@@ -263,12 +289,14 @@ def _simulate(
 
 def grid_of(settings: Settings, values: Mapping[str, list[Any]]) -> dict[str, Settings]:
     """All combinations, by the name of their run."""
-    points = {}
+    points: dict[str, Settings] = {}
     varied = [name for name, choices in values.items() if len(choices) > 1] or list(values)
     for combination in itertools.product(*values.values()):
         changes = dict(zip(values, combination, strict=True))
         name = name_of({field: changes[field] for field in varied})
-        points[name] = settings.changed(changes)
+        point = settings.changed(changes)
+        if points.setdefault(name, point) != point:
+            raise ValueError(f"two points would both be called {name!r}; rename a class")
     return points
 
 
@@ -291,7 +319,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen:
+    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen or name in OWN:
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))
@@ -304,4 +332,6 @@ def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
 
 
 def name_of(changes: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={value}" for name, value in changes.items())
+    shown = {name: value if name not in OWN else references.short(value)
+             for name, value in changes.items()}  # fmt: skip
+    return ",".join(f"{name}={value}" for name, value in shown.items())

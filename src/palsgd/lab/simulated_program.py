@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import palsgd
+from palsgd import references
 from palsgd.lab.factory import low_precision
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
@@ -157,4 +158,5 @@ class SimulatedProgram:
 
     def _title(self) -> str:
         settings, count = self._runs[0].settings, len(self._runs)
-        return f"{settings.workload} {settings.method if count == 1 else f'{count} runs'}"
+        what = references.short(settings.method) if count == 1 else f"{count} runs"
+        return f"{references.short(settings.workload)} {what}"

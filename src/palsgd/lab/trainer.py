@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import palsgd
+from palsgd import references, registry
 from palsgd.events import Averaged, Event, Synced
+from palsgd.lab import workloads
 from palsgd.lab.device import device_words, wait_for
 from palsgd.lab.evaluation import (
     evaluated,
@@ -100,7 +102,8 @@ class Trainer:
     # -- the loop --------------------------------------------------------------------------------
 
     def train(self) -> None:
-        title = f"{self.settings.workload} {self.settings.method}"
+        settings = self.settings
+        title = f"{references.short(settings.workload)} {references.short(settings.method)}"
         if self.opt.clock == 0:
             self._evaluate()
         with ProgressBar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
@@ -358,19 +361,32 @@ def run_config(
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The contents of config.yaml: the resolved settings, the program and the machine."""
-    return settings.as_dict() | {
-        "steps": steps,
-        "palsgd": palsgd.__version__,
-        **provenance(command),
-        "torch": str(torch.__version__),
-        "device": device_words(workload.device),
-        "simulated": engine != "processes",
-        "engine": engine,
-        "metric": workload.metric,
-        "higher_is_better": workload.higher_is_better,
-        "floor": None if workload.floor is None else float(workload.floor),
-        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    return (
+        settings.as_dict()
+        | own_files(settings)
+        | {
+            "steps": steps,
+            "palsgd": palsgd.__version__,
+            **provenance(command),
+            "torch": str(torch.__version__),
+            "device": device_words(workload.device),
+            "simulated": engine != "processes",
+            "engine": engine,
+            "metric": workload.metric,
+            "higher_is_better": workload.higher_is_better,
+            "floor": None if workload.floor is None else float(workload.floor),
+            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        }
+    )
+
+
+def own_files(settings: Settings) -> dict[str, str | None]:
+    """Hashes of the files of the user's own workload and method, where the run has such."""
+    found = {
+        "workload_sha256": workloads.sha256(settings.workload),
+        "method_sha256": registry.sha256(settings.method),
     }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _summed(totals: torch.Tensor) -> torch.Tensor:

@@ -56,11 +56,12 @@ def compare(
 
     Example: palsgd compare stories --workers 4 --simulate --steps 1000
     """
+    names = method_names(methods)  # first: settings may be those of a user's own method
     settings = settings_from(
         recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
         sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
         cluster=cluster_fields(cluster),
     )  # fmt: skip
-    run_compared(settings, method_names(methods), out, recipe, report=report, simulate=simulate,
+    run_compared(settings, names, out, recipe, report=report, simulate=simulate,
              data=data, download=download, device=device, force=force, resume=resume,
              quiet=quiet)  # fmt: skip

@@ -15,6 +15,7 @@ from palsgd.lab.cli.common_options import (
     Report,
     Resume,
     Simulate,
+    import_method,
     new_folder,
     settings_from,
 )
@@ -53,6 +54,7 @@ def sweep(
     """
     from palsgd.lab.run_set import grid_of, random_points
 
+    import_method(None, *values)
     base, fields = settings_from(recipe, None), _swept(values)
     points = (
         grid_of(base, fields)

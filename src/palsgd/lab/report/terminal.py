@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import group
 from palsgd.lab.report import formats
@@ -31,14 +32,16 @@ def terminal_table(folders: list[Path]) -> Table:
     elif any(run.config.get("simulated") for run in runs):
         caption += "; time: of the simulation"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
-    table.add_column("/".join(workloads) if len(workloads) == 1 else "", min_width=8)
+    alone = references.short(runs[0].workload) if len(workloads) == 1 else ""
+    table.add_column(alone, min_width=8)
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for workload in workloads:
         comparison = Comparison(group([run for run in runs if run.workload == workload]))
         finals = {row.group: row for row in comparison.finals()}
         for row in comparison.to_target():
-            name = row.group.label if len(workloads) == 1 else f"{workload}: {row.group.label}"
+            which = "" if alone else f"{references.short(workload)}: "
+            name = f"{which}{row.group.label}"
             cells = [*_final(finals.get(row.group)), *_target(row, bool(comparison.targets))]
             cells += _totals(finals.get(row.group))
             # Text, not str: rich would read [brackets] in a name as markup.

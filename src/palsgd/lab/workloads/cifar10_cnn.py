@@ -6,8 +6,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from palsgd.lab.classification import Batch, InMemory
-from palsgd.lab.data import cifar10
-from palsgd.lab.data.download import place_of
+from palsgd.lab.data import cifar10, sources
 from palsgd.lab.settings import Settings
 
 # The paper gives no batch size: 32 is ours. Learning rates are from its grid. docs/paper.md
@@ -28,14 +27,13 @@ GRIDS = {
 class Cifar10(InMemory):
     """CIFAR-10 as a workload's data. Pixels stay bytes until the loss converts those of a batch."""
 
+    source = sources.Cifar10()
     examples = 50_000
     judged_on = "metric"
     held_out = 0.1
 
     def load(self) -> None:
-        folder = place_of(self.data, "cifar10")
-        if self.download and not cifar10.is_in(folder):
-            cifar10.download(folder)
+        folder = self.source.place(self.data)
         train, test = (self._read(folder, split) for split in cifar10.SPLITS)
         assert train is not None
         self.keep(train, test)

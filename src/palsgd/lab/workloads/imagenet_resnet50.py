@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from palsgd.lab.classification import Batch, Classification, sample_slices
-from palsgd.lab.data.download import place_of
+from palsgd.lab.data import sources
 from palsgd.lab.data.images import open_folders
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of
@@ -30,13 +30,14 @@ GRIDS = {
 
 class ImageNetResNet50(Classification):
     name = "imagenet-resnet50"
+    source = sources.ImageNet()
     examples = 1_281_167
     judged_on = "metric"
     held_out = 0.01
     resolution = 224
 
     def load(self) -> None:
-        folder = place_of(self.data, "imagenet")
+        folder = self.source.place(self.data)
         self.photographs = open_folders(
             folder, resolution=self.resolution, seed=self.seed, device=self.device,
             sharding=self.sharding,
