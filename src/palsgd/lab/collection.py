@@ -16,6 +16,7 @@ from palsgd.lab.run_folder import Record, Run, read_run, without_seed, write_jso
 from palsgd.lab.settings import Settings, setting_name
 from palsgd.lab.summary import AT_EQUAL, COMPARED, TO_TARGET
 from palsgd.lab.targets import Quality
+from palsgd.lab.timing.pace import Pace
 
 # Figures of a run of which a mean over seeds has an interval.
 _WITH_INTERVAL = ("final_loss", "final_metric", "best_loss", "best_metric")
@@ -86,7 +87,8 @@ def _alone(run: Run, comparison: Comparison, is_only: bool) -> Record:
     own = _group_of(run.name, comparison)
     budgets = {} if is_only else comparison.budgets(own)
     found = dict(run.summary) | dict.fromkeys(COMPARED)
-    return found | _to_target([run], own, comparison) | _at_budgets([run], budgets)
+    at_budgets = _at_budgets([run], budgets, comparison.paces[own])
+    return found | _to_target([run], own, comparison) | at_budgets
 
 
 def _to_target(runs: list[Run], own: Group, comparison: Comparison) -> Record:
@@ -94,7 +96,8 @@ def _to_target(runs: list[Run], own: Group, comparison: Comparison) -> Record:
     if target is None:
         return {}
     level = comparison.quality.sign * target.value
-    costs = costs_to(curve_of(runs, comparison.quality), level)
+    pace = comparison.paces[own]
+    costs = costs_to(curve_of(runs, comparison.quality, pace), level, pace)
     found: Record = {"target": target.value}
     for name, axis in TO_TARGET.items():
         if axis in costs:
@@ -103,10 +106,10 @@ def _to_target(runs: list[Run], own: Group, comparison: Comparison) -> Record:
     return found if len(runs) > 1 else _without_intervals(found)
 
 
-def _at_budgets(runs: list[Run], budgets: Mapping[str, float]) -> Record:
+def _at_budgets(runs: list[Run], budgets: Mapping[str, float], pace: Pace | None) -> Record:
     """The metric when each budget is spent."""
     metric = Quality("metric", "metric", higher_is_better=False)
-    curve = curve_of(runs, metric)
+    curve = curve_of(runs, metric, pace)
     if curve is None:
         return {}
     mean = curve.values.mean(axis=0)

@@ -11,11 +11,13 @@ import numpy as np
 from palsgd.lab.controls import Control, find_controls
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval, of_mean, relative_difference
-from palsgd.lab.judging.quality_curve import QualityCurve, Reached, reach
+from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, Reached, crossing, reach
 from palsgd.lab.judging.speedup import speed_up
 from palsgd.lab.judging.verdict import Verdict, judge
 from palsgd.lab.run_folder import Run
 from palsgd.lab.targets import Quality, Target, baseline_target, margin_of, stated_target
+from palsgd.lab.timing.pace import Pace
+from palsgd.lab.timing.paces import paces
 
 AXES = ("step", "gradient_steps", "examples", "bytes_sent", "time_s")
 _TOTALS = (
@@ -82,10 +84,13 @@ class Comparison:
     `budgets(group)`: by axis, the least that a group of its K and batch spent in all.
     `same_programs`: for each group that is the same program as an earlier one, that one.
     `controls`: for each group that is a control of a mixing method, which control of which group.
+    `paces`: for each group its Pace, which turns steps into seconds; None where nobody knows. With
+    a `link` they are projected on it.
     """
 
-    def __init__(self, groups: list[Group]):
+    def __init__(self, groups: list[Group], link: str | None = None):
         self.groups = groups
+        self.paces: dict[Group, Pace | None] = paces(groups, link)
         self.runs = [run for group in groups for run in group.runs]
         self.quality = Quality.of(self.runs[0])
         self.margin = margin_of(groups)
@@ -151,7 +156,8 @@ class Comparison:
 
     def curve(self, group: Group) -> QualityCurve | None:
         if group not in self._curves:
-            self._curves[group] = curve_of(group.finished or group.runs, self.quality)
+            runs = group.finished or group.runs
+            self._curves[group] = curve_of(runs, self.quality, self.paces[group])
         return self._curves[group]
 
     def budgets(self, group: Group) -> dict[str, float]:
@@ -216,7 +222,7 @@ class Comparison:
         return ToTarget(
             group=group,
             target=target,
-            costs=costs_to(curve, level),
+            costs=costs_to(curve, level, self.paces[group]),
             speed_ups=self._speed_ups(group, level),
             shortfall=of_mean(short),
             steps=0.0 if curve is None else float(curve.costs["step"][-1]),
@@ -230,15 +236,15 @@ class Comparison:
         if own is None or other is None or not set(own.seeds) & set(other.seeds):
             return {}
         found = {}
-        for axis in AXES:
-            if axis == "time_s" and clock_of(group) != clock_of(base):
-                continue  # seconds of different kinds are not seconds of one another
-            if axis in own.costs and axis in other.costs:
-                ratio = speed_up(other, own, axis, np.array([level]))
-                if np.isfinite(ratio.ratio[0]):
-                    found[axis] = _interval(
-                        ratio.ratio[0], ratio.low[0], ratio.high[0], ratio.pairs
-                    )
+        for axis in [axis for axis in AXES if axis in own.costs and axis in other.costs]:
+            timed = axis == "time_s"
+            noise = (
+                seconds_noise(other, level, self.paces[base] if timed else None),
+                seconds_noise(own, level, self.paces[group] if timed else None),
+            )
+            ratio = speed_up(other, own, axis, np.array([level]), noise=noise)
+            if np.isfinite(ratio.ratio[0]):
+                found[axis] = _interval(ratio.ratio[0], ratio.low[0], ratio.high[0], ratio.pairs)
         return found
 
     @cached_property
@@ -251,54 +257,48 @@ class Comparison:
 # -- one group -------------------------------------------------------------------------------------
 
 
-def curve_of(runs: Sequence[Run], quality: Quality) -> QualityCurve | None:
+def curve_of(
+    runs: Sequence[Run], quality: Quality, pace: Pace | None = None
+) -> QualityCurve | None:
     """The quality of runs that differ in their seed alone, at the steps that all of them have
-    evaluated; costs are means over them."""
+    evaluated; costs are means over them, and seconds are those of the pace."""
     by_seed = {
         run.config.get("seed", 0): {line["step"]: line for line in quality.evaluated(run)}
         for run in runs
     }
     by_seed = {seed: lines for seed, lines in by_seed.items() if lines}
-    if not by_seed:
-        return None
-    steps = sorted(set.intersection(*(set(lines) for lines in by_seed.values())))
+    steps = sorted(set.intersection(*map(set, by_seed.values()))) if by_seed else []
     if not steps:
         return None
     values = [[quality.loss(lines[step]) for step in steps] for lines in by_seed.values()]
-
-    def cost(key: str) -> np.ndarray:
-        return np.array(
-            [fmean(lines[step][key] for lines in by_seed.values()) for step in steps], dtype=float
-        )
-
-    costs = {key: cost(key) for key in ("step", "gradient_steps", "bytes_sent")}
+    costs = {
+        key: np.array([fmean(lines[step][key] for lines in by_seed.values()) for step in steps])
+        for key in ("step", "gradient_steps", "bytes_sent")
+    }
     costs["examples"] = costs["gradient_steps"] * _examples_of_a_step(runs[0])
-    if all(map(seconds_are_known, runs)):
-        costs["time_s"] = cost("time_s")
+    if pace is not None:
+        costs["time_s"] = np.array([pace.seconds(step) for step in steps])
     return QualityCurve(tuple(by_seed), np.array(values), costs)
 
 
-def costs_to(curve: QualityCurve | None, level: float) -> dict[str, Reached]:
+def costs_to(
+    curve: QualityCurve | None, level: float, pace: Pace | None = None
+) -> dict[str, Reached]:
     """By axis, what was spent when the mean over seeds first was at the level; empty: never."""
     if curve is None:
         return {}
-    found = {axis: reach(curve, level, axis) for axis in AXES if axis in curve.costs}
+    found = {}
+    for axis in [axis for axis in AXES if axis in curve.costs]:
+        noise = seconds_noise(curve, level, pace if axis == "time_s" else None)
+        found[axis] = reach(curve, level, axis, noise=noise)
     return {axis: reached for axis, reached in found.items() if reached is not None}
 
 
-def clock_of(group: Group) -> str | None:
-    """Whose seconds a group has; None: nobody's."""
-    if not all(map(seconds_are_known, group.runs)):
-        return None
-    config = group.runs[0].config
-    cluster = config.get("cluster")
-    return f"projected on {cluster}" if cluster else f"measured on {config.get('device')}"
-
-
-def seconds_are_known(run: Run) -> bool:
-    """A simulation computes all workers in one process, so that its own seconds say nothing."""
-    told = not run.config.get("simulated") or bool(run.config.get("cluster"))
-    return told and all(line.get("time_s") is not None for line in run.lines)
+def seconds_noise(curve: QualityCurve, level: float, pace: Pace | None) -> np.ndarray:
+    """Factors of the seconds to a level, one for each draw, by the chance of what was timed; ones
+    where nothing was timed."""
+    at = crossing(curve.mean(), curve.costs["step"], np.array([level]))[0]
+    return np.ones(DRAWS) if pace is None or np.isnan(at) else pace.factors(float(at))
 
 
 def _examples_of_a_step(run: Run) -> int:
@@ -307,7 +307,7 @@ def _examples_of_a_step(run: Run) -> int:
 
 
 def _scale(group: Group) -> tuple[Any, ...]:
-    names = ("workers", "batch_size", "sharding", "split")
+    names = ("workers", "batch_size", "sharding", "split", "context")
     return tuple(group.settings.get(name) for name in names)
 
 

@@ -13,7 +13,7 @@ from palsgd import registry
 from palsgd.lab.groups import Group
 from palsgd.lab.methods import baseline, method_of, plain_local
 from palsgd.lab.programs import Program, program, settings_in
-from palsgd.lab.settings import Settings
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings
 from palsgd.lab.workloads import kind
 
 
@@ -61,18 +61,20 @@ def _raised_rate(settings: Settings) -> Settings:
 def _equal_gradients(settings: Settings) -> Settings:
     """H' = (1 - p) H, and a local phase that is shorter by the same factor, so that there are as
     many syncs too. The warm-up has no mixing steps and stays."""
-    every = _fixed_interval(settings)
+    every, whole = _fixed_interval(settings), _in_steps(settings)
+    assert whole.steps is not None
     shorter = max(1, round((1 - mixed_share(settings)) * every))
-    steps = _steps(settings)
-    warmup = min(settings.warmup_steps, steps)
-    length = round(warmup + (steps - warmup) * shorter / every)
-    return _same_settings(settings).changed({"sync_every": shorter, "steps": length})
+    warmup = min(whole.warmup_steps, whole.steps)
+    length = round(warmup + (whole.steps - warmup) * shorter / every)
+    changes = {"sync_every": shorter, **_shortened(whole, length)}
+    return _same_settings(whole).changed(changes)
 
 
 def _accumulated(settings: Settings) -> Settings:
     """The baseline with the mean gradient of H batches at once: as few bytes as a local method
     sends, and as many examples, with the same learning rate."""
-    every = _fixed_interval(settings)
+    every, whole = _fixed_interval(settings), _in_steps(settings)
+    assert whole.steps is not None
     if every == 1:
         raise ValueError("with sync_every=1 it is the baseline itself")
     batch, examples = settings.batch_size * every, kind(settings.workload).examples
@@ -85,22 +87,32 @@ def _accumulated(settings: Settings) -> Settings:
         "method": baseline().name,
         "batch_size": batch,
         "micro_batches": settings.micro_batches * every,
-        "steps": max(1, round(_steps(settings) / every)),
-        "lr_warmup_steps": round(settings.lr_warmup_steps / every),
+        "lr_warmup_steps": round(whole.lr_warmup_steps / every),
+        **_shortened(whole, max(1, round(whole.steps / every))),
     }
-    if settings.evaluate_every is not None:
-        changes["evaluate_every"] = max(1, round(settings.evaluate_every / every))
-    return settings.changed(changes)
+    return whole.changed(changes)
 
 
 def _fixed_interval(settings: Settings) -> int:
-    if settings.sync_every == "auto":
-        raise ValueError("sync_every=auto is known only after the run")
-    return int(settings.sync_every)
+    if not isinstance(settings.sync_every, int):
+        raise ValueError(f"sync_every={settings.sync_every} is no fixed H")
+    return settings.sync_every
 
 
-def _steps(settings: Settings) -> int:
-    return settings.total_steps(kind(settings.workload).examples)
+def _in_steps(settings: Settings) -> Settings:
+    """Settings whose lengths are given in steps, as config.yaml has them."""
+    found = settings.in_steps(kind(settings.workload).examples)
+    return found.changed({in_epochs: FIELDS[in_epochs].default for _, in_epochs in IN_EPOCHS})
+
+
+def _shortened(whole: Settings, steps: int) -> dict[str, int]:
+    """A run of so many steps, with as many evaluations, and a schedule that is shorter too."""
+    assert whole.steps is not None
+    found = {"steps": steps}
+    for name in ("evaluate_every", "schedule_every"):
+        if (value := getattr(whole, name)) is not None:
+            found[name] = max(1, round(value * steps / whole.steps))
+    return found
 
 
 CONTROLS = (

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from palsgd import registry
+from palsgd.lab.factory import outer_momentum
 from palsgd.lab.methods import baseline, method_of, takes_outer, without_effect
-from palsgd.lab.settings import FIELDS, Settings, method_setting
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, method_setting
 from palsgd.method import Method
 from palsgd.outer import plain_average
 from palsgd.registry import Row
@@ -49,8 +50,9 @@ def _common(settings: Settings) -> dict[str, Any]:
     """What the baseline has: settings that have an effect whatever the method."""
     ignored = without_effect(baseline().name) | NOT_COMPUTED | {"method"}
     found = {name: value for name, value in settings.as_dict().items() if name not in ignored}
-    if settings.steps is not None:  # in config.yaml both are given, and these are the epochs' steps
-        found["epochs"] = None
+    for name, in_epochs in IN_EPOCHS:
+        if found[name]:  # config.yaml has both, and these are the steps of those epochs
+            del found[in_epochs]
     if settings.inner != "sgd":
         del found["momentum"]
         if settings.weight_decay == 0:  # then it does not matter how it is applied
@@ -93,14 +95,14 @@ def _is_plain(settings: Settings, row: Row) -> bool:
     return row.method is Method
 
 
-_MEAN = ("sgd", 1.0, 0.0)
+_MEAN = ("sgd", 1.0, 0.0, 0.0, "constant")  # the outer step that averages the models
 
 
 def _outer(settings: Settings, row: Row) -> tuple[Any, ...]:
-    """The outer step. Without momentum Nesterov's is plain SGD, and others ignore that setting."""
+    """The outer step. Without momentum all kinds of SGD are one."""
     if not takes_outer(row):
         return _MEAN if row.outer is plain_average else (row.name,)
-    if settings.outer not in ("nesterov", "sgd"):
-        return (settings.outer, settings.outer_lr)
-    kind = settings.outer if settings.outer_momentum else "sgd"
-    return (kind, settings.outer_lr, settings.outer_momentum)
+    momentum = outer_momentum(settings)
+    kind = settings.outer if momentum or settings.outer in ("adam", "adamw") else "sgd"
+    rest = (settings.outer_weight_decay, settings.outer_schedule)
+    return (kind, settings.outer_lr, momentum, *rest)

@@ -15,10 +15,10 @@ from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_to
 from palsgd.lab.methods import method_of
 from palsgd.lab.programs import first_of_each
 from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.settings import FIELDS, Settings, parsed
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import data_settings, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,9 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
-    if wanted["steps"] is None:  # given in epochs, resolved in the file
-        del wanted["steps"]
+    for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
+        if wanted[in_epochs] and not wanted[name]:
+            del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
         if then != value and key not in ("checkpoint_every",):
@@ -173,10 +174,8 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
-    def loaded(workload: str, seed: int) -> Workload:
-        return load(
-            workload, data=options.data, device=device, seed=seed, download=options.download
-        )
+    def loaded(workload: str, **own: Any) -> Workload:
+        return load(workload, data=options.data, device=device, download=options.download, **own)
 
     shapes: dict[tuple[Any, ...], list[str]] = {}
     for name, settings in runs.items():
@@ -185,7 +184,7 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     for names in shapes.values():
         simulate_runs(
             [
-                SimulatedRun(run, loaded(run.workload, run.seed), RunFolder(out / name))
+                SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
                 for name, run in ((name, runs[name]) for name in names)
             ],
             quiet=options.quiet,
@@ -223,7 +222,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if not (isinstance(chosen, str) and ".." in chosen):
+    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen:
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))

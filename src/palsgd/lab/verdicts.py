@@ -13,6 +13,7 @@ from palsgd.lab.controls import NO_PULL, RAISED_RATE, SAME_SETTINGS, Recipe
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval
 from palsgd.lab.judging.verdict import Verdict, Word, judge
+from palsgd.lab.timing.pace import NO_LINK
 
 if TYPE_CHECKING:
     from palsgd.lab.comparison import Comparison, Final, ToTarget
@@ -262,11 +263,12 @@ def _limits(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
 
 
 def _seconds(comparison: "Comparison") -> str:
-    from palsgd.lab.comparison import clock_of
-
-    kinds = list(dict.fromkeys(clock_of(group) for group in comparison.groups))
-    words = [f"seconds {kind}" if kind else "simulated, seconds not known" for kind in kinds]
-    return ", ".join(words)
+    """Whose seconds these are."""
+    known = dict.fromkeys(
+        f"seconds {pace.kind} ({pace.source})" for pace in comparison.paces.values() if pace
+    )
+    nobody = [] if all(comparison.paces.values()) else [f"no seconds, {NO_LINK}"]
+    return ", ".join([*known, *nobody])
 
 
 def _floors(comparison: "Comparison") -> Iterable[str]:

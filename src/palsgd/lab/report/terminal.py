@@ -9,6 +9,7 @@ from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, group
 from palsgd.lab.report import formats
 from palsgd.lab.run_folder import find_runs
+from palsgd.lab.timing.pace import Pace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,14 +72,13 @@ def _cells(
         f"the same program as {same.label}" if same is not None else _to_target(reached),
         formats.count(final.totals["gradient_steps"]),
         formats.size(final.totals["bytes_sent"]),
-        formats.seconds(_seconds(own, final)),
+        formats.seconds(_seconds(final, comparison.paces[own])),
     ]
 
 
-def _seconds(own: Group, final: Final) -> float | None:
-    from palsgd.lab.comparison import clock_of
-
-    return None if clock_of(own) is None else final.totals["wall_s"]
+def _seconds(final: Final, pace: Pace | None) -> float | None:
+    steps = final.totals["steps"]
+    return None if pace is None or steps is None else pace.seconds(steps)
 
 
 def _with_interval(found: formats.Interval) -> str:
