@@ -143,7 +143,8 @@ def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -
 class FailedRunsError(RuntimeError):
     """Some runs ended early by themselves; the others are done."""
 
-    def __init__(self, reasons: Mapping[str, str | None]):
+    def __init__(self, reasons: Mapping[str, str]):
+        self.reasons = reasons
         lines = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         super().__init__(f"{len(reasons)} of the runs failed ({lines})")
 
