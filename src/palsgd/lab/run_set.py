@@ -18,6 +18,7 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
+from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, load
 
 
@@ -67,6 +68,7 @@ def run_all(
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
     records of the collection also have the `swept` fields."""
     for settings in runs.values():
+        check_workload(settings)
         check_method(settings)
         if under_torchrun():
             check_world(settings)

@@ -1,7 +1,7 @@
 """Simulated runs, which write the same files as runs in real processes."""
 
 import copy
-import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import palsgd
 from palsgd import registry
-from palsgd.lab.evaluation import evaluation_is_due
+from palsgd.buffers import Buffers
+from palsgd.lab.evaluation import evaluated, evaluation_is_due, statistics_batches
 from palsgd.lab.factory import (
     MeanNorm,
     agreement,
@@ -28,6 +29,8 @@ from palsgd.progress import ProgressBar
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = (
     "lr",
+    "schedule",
+    "lr_warmup_steps",
     "mix_prob",
     "mix_rate",
     "pull",
@@ -50,7 +53,7 @@ class SimulatedRun:
         self._mean_norm: MeanNorm | None = None
         self._model: nn.Module | None = None  # that is shown as the global one
         self._opt: palsgd.LocalOptimizer | None = None  # worker 0's
-        self._start = (math.nan, math.nan)
+        self._start: dict[str, float] = {}
         self._best: dict[str, Any] = {}
 
     def batches(self, worker: int) -> Any:
@@ -74,19 +77,39 @@ class SimulatedRun:
         assert self._opt is not None
         return evaluation_is_due(self._opt.schedule, self.every, clock)
 
-    def begin(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> None:
+    def warms_up(self, clock: int) -> bool:
+        """Was the step that ended at this clock one of plain DDP?"""
+        rounds = registry.row(self.settings.method).rounds
+        return not rounds or clock <= self.settings.warmup_steps
+
+    def recompute_buffers(self, model: nn.Module) -> None:
+        """Take a model's statistics over the batches of all workers, as their processes do
+        together."""
+        workers = range(self.settings.workers)
+        batches = (
+            batch
+            for worker in workers
+            for batch in statistics_batches(self.workload, self.settings, worker)
+        )
+        Buffers(model, "recompute").recompute(model, batches, self.workload.loss)
+
+    def shows(self, model: nn.Module) -> bool:
+        """Is the model this run's global one?"""
+        return model is self._model
+
+    def begin(self, evaluate: Callable[[nn.Module], dict[str, float]]) -> None:
         """Evaluate the model as simulate will build it."""
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
             self._model = self.workload.model().to(self.workload.device)
         self._start, self._best = evaluate(self._model), {}
-        self.evaluated(self._model, self._start[1])
+        self.evaluated(self._model, self._start["metric"])
 
     def evaluated(self, model: nn.Module, metric: float) -> None:
         """If the model is this run's, it may be its best so far."""
         sign = 1 if self.workload.higher_is_better else -1
         better = not self._best or sign * metric > sign * self._best["metric"]
-        if model is self._model and better:
+        if self.shows(model) and better:
             self._best = {"metric": metric, "model": copy.deepcopy(model.state_dict())}
 
     def write(self, result: Any) -> None:
@@ -106,9 +129,7 @@ class SimulatedRun:
         self.folder.write_summary(summarize(config, lines, {}))  # last: the run is finished
 
     def _first(self) -> dict[str, Any]:
-        loss, metric = self._start
-        first = start_line(self.settings, self.steps, self.settings.workers)
-        return first | {"loss": loss, "metric": metric}
+        return start_line(self.settings, self.steps, self.settings.workers) | self._start
 
     def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The lines of all syncs and, for the warm-up, of the evaluated exchanges and some
@@ -137,7 +158,7 @@ class SimulatedRun:
             if "time_s" in entry:
                 line["simulation_s"] = entry["seconds"]
             if "metric" in entry:
-                line |= dict(zip(("loss", "metric"), entry["metric"], strict=True))
+                line |= entry["metric"]
             found.append(line)
             losses = []
         return found
@@ -158,24 +179,35 @@ def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | st
             losses = [workload.loss(model, part) for part in parts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def score(model: nn.Module) -> tuple[float, float]:
+    def score(model: nn.Module) -> dict[str, float]:
         with autocast():
-            return workload.score(workload.totals(model))
+            return evaluated(workload, model)
 
-    def evaluate(model: nn.Module) -> tuple[float, float]:
+    due_at: list[int] = []  # the clock of the evaluation that is due; none at the end of the run
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        clock = due_at.pop() if due_at else first.steps
+        if settings.buffers == "recompute" and not first.warms_up(clock):
+            own = next((run for run in runs if run.shows(model)), first)
+            with torch.no_grad(), autocast():
+                own.recompute_buffers(model)
         found = score(model)
         for run in runs:
-            run.evaluated(model, found[1])
+            run.evaluated(model, found["metric"])
         return found
 
     for run in runs:
         run.begin(score)
-    with ProgressBar(_title(runs), first.steps, quiet=quiet) as bar:
+    with ProgressBar(_title(runs), first.steps, quiet=quiet) as bar, warnings.catch_warnings():
 
         def is_due(clock: int) -> bool:
             bar.at(clock)
-            return first.evaluation_is_due(clock)
+            due = first.evaluation_is_due(clock)
+            due_at[:] = [clock] if due else []
+            return due
 
+        # The library cannot know that each evaluation recomputes the buffers itself.
+        warnings.filterwarnings("ignore", message="buffers='recompute'")
         results = palsgd.simulate_many(
             [{"method": run.method, "seed": run.settings.seed, "data": run.batches}
              for run in runs],

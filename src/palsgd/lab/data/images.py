@@ -4,6 +4,7 @@ A training image is a random crop, resized and perhaps mirrored. Which crop is a
 worker and index, so it does not matter which thread decodes it, or when.
 """
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from palsgd.lab.data import device as on_device
+from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import Shards, random_stream
 
@@ -46,8 +48,8 @@ class Photographs(ABC):
         """Images and labels for training, on the device."""
 
     @abstractmethod
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Images and labels of a part of the validation set, on the device."""
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        """The middles of images of `train` or `val`, and their labels, on the device."""
 
     def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
         """The images of a batch, and the random numbers for their crops."""
@@ -69,13 +71,13 @@ class FromFiles(Photographs):
         self._begun[worker, workers, size] = begun
         return self._collect(begun.pop(index))
 
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        view = middle(self._resolution)
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        view, folder = middle(self._resolution), {"train": self.train, "val": self.val}[split]
 
         def example(i: int) -> tuple[Any, int]:
-            return view(decoded(self.val, i)), self.val.targets[i]
+            return view(decoded(folder, i)), folder.targets[i]
 
-        return self._collect([self._pool.submit(example, i) for i in range(len(self.val))[part]])
+        return self._collect([self._pool.submit(example, i) for i in range(len(folder))[part]])
 
     def _begin(self, *batch: int) -> list[Future]:
         which, chances = self._drawn(*batch)
@@ -104,22 +106,21 @@ class InMemory(Photographs):
 
     def __init__(self, train: Any, val: Any, **settings: Any):
         super().__init__(train, val, **settings)
-        self._images, self._labels = self._loaded(train)
-        self._val_images, self._val_labels = self._loaded(val)
+        self._loaded = {"train": self._read(train), "val": self._read(val)}
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
         which, chances = self._drawn(worker, workers, size, index)
         which = on_device.sent(which, self._device)
-        images = self._images[which]
+        images, labels = (each[which] for each in self._loaded["train"])
         height, width = images.shape[2:]
         crops = [random_crop(height, width, chance) for chance in chances]
-        return normalized(zoomed(images, crops, self._resolution)), self._labels[which]
+        return normalized(zoomed(images, crops, self._resolution)), labels
 
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        view = middle(self._resolution)
-        return normalized(view(self._val_images[part].float())), self._val_labels[part]
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        view, (images, labels) = middle(self._resolution), self._loaded[split]
+        return normalized(view(images[part].float())), labels[part]
 
-    def _loaded(self, folder: Any) -> tuple[Tensor, Tensor]:
+    def _read(self, folder: Any) -> tuple[Tensor, Tensor]:
         images = list(self._pool.map(lambda i: decoded(folder, i), range(len(folder))))
         return _pixels(images).to(self._device), torch.tensor(folder.targets).to(self._device)
 
@@ -131,20 +132,18 @@ def open_folders(
     seed: int,
     device: torch.device,
     sharding: str = "reshuffled",
+    held_out: float | None = None,
     in_memory: bool | None = None,
 ) -> Photographs:
-    """The photographs in root/train and root/val. Those that fit are kept in memory, unless
-    `in_memory` says otherwise."""
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-
-    try:
-        train, val = (ImageFolder(str(root / name)) for name in ("train", "val"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
-            "the workload digits, which needs no files"
-        ) from error
+    """The photographs in root/train and root/val; with a share that is held out, those in
+    root/train alone, in two parts. Those that fit are kept in memory, unless `in_memory` says
+    otherwise."""
+    train = _folder(root, "train")
+    if held_out is not None:
+        parts = splits.held_out(len(train), held_out)
+        train, val = (_part(train, part.tolist()) for part in parts)
+    else:
+        val = _folder(root, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
@@ -152,6 +151,27 @@ def open_folders(
         in_memory = _can_be_held(train, val, resolution)
     kind = InMemory if in_memory else FromFiles
     return kind(train, val, resolution=resolution, seed=seed, device=device, sharding=sharding)
+
+
+def _folder(root: Path, name: str) -> Any:
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    try:
+        return ImageFolder(str(root / name))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
+            "the workload digits, which needs no files"
+        ) from error
+
+
+def _part(folder: Any, which: list[int]) -> Any:
+    """Some photographs of a folder, with the classes of all."""
+    part = copy.copy(folder)
+    part.samples = [folder.samples[i] for i in which]
+    part.targets = [folder.targets[i] for i in which]
+    return part
 
 
 def decoded(folder: Any, i: int) -> Any:
