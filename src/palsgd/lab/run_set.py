@@ -15,13 +15,14 @@ from typing import Any
 from torch import nn
 
 from palsgd import references
-from palsgd.lab.comparison import compared
+from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
-from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed, setting_name
+from palsgd.lab.programs import NOT_COMPUTED, first_of_each
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
 from palsgd.lab.simulated_program import grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.trainer import own_files
@@ -130,10 +131,12 @@ def run_all(
         check_simulated(list(runs.values()))
     check_device(options.device)
     check_folder(out, options)
+    origins = first_of_each(runs)  # a program is run once, whatever it is called
     waiting = {
         name: settings
         for name, settings in runs.items()
-        if options.force or not _is_done(RunFolder(out / name), name, settings, options)
+        if origins[name] == name
+        and (options.force or not _is_done(RunFolder(out / name), name, settings, options))
     }
     told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
     if told and not options.simulate:
@@ -170,7 +173,7 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
             del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
-        if then != value and key not in ("checkpoint_every",):
+        if then != value and key not in NOT_COMPUTED:
             raise ValueError(
                 f"{folder.path} was run with {key}={then}, now it is {value}; "
                 "use the old value, --force to start over, or another --out"
@@ -191,32 +194,17 @@ def finish(
 ) -> dict[str, Any]:
     """summary.json of every run and of the collection. The error about runs that failed, and about
     those that were refused, is raised after all others are written."""
-    folders = {name: RunFolder(out / name) for name in runs}
-    failed = {name: folder.failure for name, folder in folders.items() if folder.failure}
-    folders = {name: folder for name, folder in folders.items() if name not in failed}
-    if not folders:
-        raise FailedRunsError(failed, refused)
-    records = {name: _record(folder) for name, folder in folders.items()}
-    better = {name: folder.config()["higher_is_better"] for name, folder in folders.items()}
-    lines = {name: folder.lines() for name, folder in folders.items()}
-    settings = {name: runs[name].as_dict() for name in folders}
-    found = compared(records, lines, next(iter(better.values())), settings)
-    for name, folder in folders.items():
-        folder.write_summary(found[name])
-    found = {
-        name: {field: runs[name].as_dict()[setting_name(field)] for field in swept} | record
-        for name, record in found.items()
-    }
-    write_json(out / "summary.json", found)
+    for name, origin in first_of_each(runs).items():
+        if name != origin:
+            RunFolder(out / name).link(RunFolder(out / origin), origin, runs[name].as_dict())
+    failed = {name: reason for name in runs if (reason := RunFolder(out / name).failure)}
+    done = {name: settings for name, settings in runs.items() if name not in failed}
+    for name in done:
+        if not RunFolder(out / name).finished:
+            raise RuntimeError(f"{out / name} has no summary.json; go on with the run by --resume")
+    found = write_collection(done, out, swept) if done else {}
     if failed or refused:
         raise FailedRunsError(failed, refused)
-    return found
-
-
-def _record(folder: RunFolder) -> dict[str, Any]:
-    found = folder.summary()
-    if found is None:
-        raise RuntimeError(f"{folder.path} has no summary.json; go on with the run by --resume")
     return found
 
 
@@ -226,6 +214,7 @@ class FailedRunsError(RuntimeError):
     def __init__(
         self, failed: Mapping[str, str | None], refused: Mapping[str, str | None] | None = None
     ):
+        self.reasons = {**failed, **(refused or {})}
         kinds = (("failed", failed), ("were refused and skipped", refused or {}))
         super().__init__("; ".join(_counted(what, runs) for what, runs in kinds if runs))
 
