@@ -14,7 +14,7 @@ import torch
 from palsgd.lab.data import crops, images, tokens
 from palsgd.lab.data.download import fetch
 from palsgd.lab.data.grammar import Grammar, Rule, Slot
-from palsgd.lab.data.sharding import batch_indices, random_stream
+from palsgd.lab.data.sharding import Shards, class_counts, random_stream
 from palsgd.lab.data.stories import GRAMMAR
 from support.pictures import write_photographs
 from support.places import SHARED
@@ -27,47 +27,126 @@ needs_stories = pytest.mark.skipif(not STORIES.exists(), reason=f"no {STORIES} h
 # Sharding
 
 
-def epoch(number, *, seed=1, workers=3, size=4, examples=40):
+LABELS = torch.arange(1200) % 10
+
+
+def epoch(number, *, sharding="reshuffled", seed=1, workers=3, size=4, examples=40, shards=None):
+    """The batches of an epoch, by worker and index."""
+    shards = shards or Shards(sharding, examples, seed=seed, labels=LABELS[:examples])
     rounds = examples // (workers * size)
     return {
-        (worker, index): batch_indices(
-            seed=seed, worker=worker, workers=workers, size=size, index=index, examples=examples
+        (worker, index): shards.batch(
+            worker=worker, workers=workers, size=size, index=index
         ).tolist()
         for worker in range(workers)
         for index in range(number * rounds, (number + 1) * rounds)
     }
 
 
-def test_workers_share_an_epoch_without_overlap_and_equally():
-    batches = epoch(0)
+every_sharding = pytest.mark.parametrize("sharding", ["reshuffled", "fixed", "dirichlet:0.5"])
+
+
+@every_sharding
+def test_workers_share_an_epoch_without_overlap_and_equally(sharding):
+    batches = epoch(0, sharding=sharding)
     seen = [i for batch in batches.values() for i in batch]
     assert len(seen) == len(set(seen)) == 36  # the most that fills a batch of four for all three
     assert all(len(batch) == 4 for batch in batches.values())
 
 
-def test_every_epoch_has_its_own_order_and_leaves_out_others():
-    left_out = {frozenset(range(40)) - {i for b in epoch(n).values() for i in b} for n in range(8)}
+@every_sharding
+def test_every_epoch_has_its_own_order_and_leaves_out_others(sharding):
+    epochs = [epoch(number, sharding=sharding) for number in range(8)]
+    left_out = {frozenset(range(40)) - {i for b in each.values() for i in b} for each in epochs}
     assert len(left_out) > 1
-    assert epoch(0)[0, 0] != epoch(1)[0, 3]
+    assert epochs[0][0, 0] != epochs[1][0, 3]
 
 
-def test_batches_depend_on_the_seed_and_on_nothing_that_was_asked_before():
-    first = epoch(2)
-    for number in range(20):  # more epochs than are kept
-        epoch(number)
-    assert epoch(2) == first
-    assert epoch(2, seed=2) != first
+@every_sharding
+def test_batches_depend_on_the_seed_and_on_nothing_that_was_asked_before(sharding):
+    shards = Shards(sharding, 40, seed=1, labels=LABELS[:40])
+    first = epoch(2, sharding=sharding)
+    for number in (*range(20), 2):  # more epochs than are kept
+        batches = epoch(number, shards=shards)
+    shards.batch(worker=0, workers=2, size=4, index=0)  # of another run
+    assert batches == epoch(2, shards=shards) == first
+    assert epoch(2, sharding=sharding, seed=2) != first
 
 
-def test_a_batch_costs_no_new_permutation(monkeypatch):
-    epoch(0, seed=77)
+@every_sharding
+def test_a_batch_costs_no_new_permutation(sharding, monkeypatch):
+    shards = Shards(sharding, 40, seed=77, labels=LABELS[:40])
+    before = epoch(0, shards=shards)
     monkeypatch.setattr("palsgd.lab.data.sharding.random_stream", None)
-    epoch(0, seed=77)
+    assert epoch(0, shards=shards) == before
+
+
+@pytest.mark.parametrize("sharding", ["fixed", "dirichlet:0.5"])
+def test_fixed_shards_are_all_examples_in_equal_parts_and_a_worker_sees_its_own_alone(sharding):
+    shards = Shards(sharding, 41, seed=1, labels=LABELS[:41])
+    parts = [set(shards.part(worker, 3).tolist()) for worker in range(3)]
+    assert sorted(map(len, parts)) == [13, 14, 14]
+    assert set.union(*parts) == set(range(41))
+    seen = [set() for _ in parts]
+    for number in range(30):
+        for (worker, _), batch in epoch(number, shards=shards, examples=41).items():
+            seen[worker].update(batch)
+    assert seen == parts  # all of them, as every epoch leaves out others
+
+
+def test_reshuffled_examples_come_to_every_worker():
+    seen = {i for n in range(60) for (w, _), batch in epoch(n).items() if w == 0 for i in batch}
+    assert seen == set(range(40))
+
+
+def test_fixed_shards_depend_on_the_seed():
+    one, other = (Shards("fixed", 40, seed=seed).part(0, 2).tolist() for seed in (1, 2))
+    assert set(one) != set(other)
+
+
+def test_the_smaller_a_is_the_fewer_classes_a_worker_has():
+    """By the share of the commonest class of a worker, in the mean."""
+
+    def commonest(a):
+        found = []
+        for seed in range(30):
+            shards = Shards(f"dirichlet:{a}", 1200, seed=seed, labels=LABELS)
+            labels = [LABELS[shards.part(worker, 4)].bincount(minlength=10) for worker in range(4)]
+            found += [float(counts.max() / counts.sum()) for counts in labels]
+        return np.mean(found)
+
+    at = {a: commonest(a) for a in (0.1, 1.0, 1000.0)}
+    assert at[0.1] > at[1.0] + 0.05 > at[1000.0] + 0.15
+    assert at[1000.0] < 0.15
+
+
+def test_shares_of_classes_are_dirichlets_where_classes_hardly_run_out():
+    supply, draw = np.full(5, 10**6), np.random.default_rng(3)
+    counts = class_counts(supply * 100, 400, 0.7, random_stream(0))
+    expected = draw.dirichlet(np.full(5, 0.7), size=20_000)
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    assert counts.sum(axis=0).tolist() == (supply * 100).tolist()
+    assert shares.mean() == pytest.approx(0.2)
+    assert shares.var() == pytest.approx(expected.var(), rel=0.15)
+
+
+def test_classes_that_run_out_are_dealt_to_those_who_asked_and_nothing_is_left():
+    supply = np.array([1, 500, 3, 0, 96])
+    for seed in range(20):
+        counts = class_counts(supply, 7, 0.05, random_stream(seed))
+        assert counts.min() >= 0
+        assert counts.sum(axis=0).tolist() == supply.tolist()
+        assert sorted(set(counts.sum(axis=1).tolist())) == [85, 86]
+
+
+def test_shards_by_labels_need_labels():
+    with pytest.raises(ValueError, match=r"^sharding=dirichlet:1 deals .* none; use fixed or"):
+        Shards("dirichlet:1", 40, seed=0)
 
 
 def test_too_few_examples_for_a_batch_say_so_in_one_line():
     with pytest.raises(ValueError, match=r"^10 examples give each of 4 workers 2, fewer .* 3; use"):
-        batch_indices(seed=0, worker=0, workers=4, size=3, index=0, examples=10)
+        Shards("reshuffled", 10, seed=0).batch(worker=0, workers=4, size=3, index=0)
 
 
 # The grammar of stories

@@ -24,7 +24,7 @@ from palsgd.lab.report import formats
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.run_set import Options, check_method, finish
 from palsgd.lab.settings import Settings
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import data_settings, load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,7 +97,7 @@ def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Option
     cannot be emulated the runs are done over loopback, and the times are projections."""
     check(runs, out, options)
     first = next(iter(runs.values()))
-    load(first.workload, data=options.data, seed=first.seed, download=options.download)
+    load(first.workload, data=options.data, download=options.download, **data_settings(first))
     out.mkdir(parents=True, exist_ok=True)
     for config in out.glob("*/config.yaml"):
         RunFolder(config.parent).clear()

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.data.sharding import Shards
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # images, labels
 
 
 class Classification(Workload):
+    labelled = True
+
     def inputs(self, images: Tensor) -> Tensor:
         """The model's inputs from the images of a batch. The loss calls this, not `batch`, so that
         a stacked program computes it once for all workers."""
@@ -49,12 +51,13 @@ class InMemory(Classification):
         self.train_images, self.train_labels = train
         self.test_images, self.test_labels = test
         self.examples = len(self.train_labels)
+        self._shards = Shards(
+            self.sharding, self.examples, seed=self.seed, device=self.device,
+            labels=self.train_labels,
+        )  # fmt: skip
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        which = batch_indices(
-            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
-            examples=self.examples, device=self.device,
-        )  # fmt: skip
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return self.training_images(which, worker, index), self.train_labels[which]
 
     def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:

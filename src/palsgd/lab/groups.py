@@ -4,13 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from palsgd.lab.methods import is_baseline, without_effect
+from palsgd.lab.programs import NOT_COMPUTED
 from palsgd.lab.run_folder import Run
 
 SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 
 # Fields of a run that are no settings, or that repeat a setting.
 _NOT_SETTINGS = {
-    "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command",
+    "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command", "same_as",
+    *NOT_COMPUTED,
 }  # fmt: skip
 
 
@@ -20,13 +22,34 @@ class Group:
 
     method: str
     settings: dict[str, Any]  # the settings that have an effect on the method
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)  # one for each seed
+    repeats: list[Run] = field(
+        default_factory=list
+    )  # further runs of a seed, which say nothing new
     label: str = ""
+
+    def add(self, run: Run) -> None:
+        """A finished run of a seed goes before one that is not."""
+        for place, other in enumerate(self.runs):
+            if other.config.get("seed") == run.config.get("seed"):
+                if run.finished and not other.finished:
+                    self.runs[place], run = run, other
+                self.repeats.append(run)
+                return
+        self.runs.append(run)
 
     @property
     def is_baseline(self) -> bool:
         """Are the others measured against it?"""
         return is_baseline(self.method)
+
+    @property
+    def given_name(self) -> str | None:
+        """A collection may name a setting after what it is for: a folder METHOD-NAME. None: the
+        settings that differ tell groups apart."""
+        names = {run.point for run in self.runs}
+        name = names.pop() if len(names) == 1 else ""
+        return name if name.startswith(f"{self.method}-") else None
 
     @property
     def finished(self) -> list[Run]:
@@ -43,11 +66,13 @@ def group(runs: list[Run]) -> list[Group]:
     for run in runs:
         settings = settings_of(run)
         key = run.method, repr(sorted(settings.items()))
-        groups.setdefault(key, Group(run.method, settings)).runs.append(run)
+        groups.setdefault(key, Group(run.method, settings)).add(run)
     ordered = _by_value(list(groups.values()))
+    unnamed = [each for each in ordered if each.given_name is None]
     for each in ordered:
-        kin = [other for other in ordered if other.method == each.method]
-        each.label = label(each.method, {key: each.settings.get(key) for key in differing(kin)})
+        kin = [other for other in unnamed if other.method == each.method]
+        own = {key: each.settings.get(key) for key in differing(kin)}
+        each.label = each.given_name or label(each.method, own)
     return ordered
 
 

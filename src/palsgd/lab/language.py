@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from palsgd.lab.data import tokens
 from palsgd.lab.data.download import place_of
-from palsgd.lab.data.sharding import batch_indices
+from palsgd.lab.data.sharding import Shards
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets: a story per row, -100 where there is none
@@ -45,7 +45,7 @@ class TinyStories(Language):
     """TinyStories as a workload's data, which is encoded at first use and kept beside the text."""
 
     examples = 2_119_719
-    context = 256  # longest part of a story that is read, in tokens
+    context: int  # positions of the model; of a longer story the beginning is read
 
     def load(self) -> None:
         folder = place_of(self.data, "tinystories")
@@ -59,12 +59,10 @@ class TinyStories(Language):
             tokens.Stories(folder, split, self.device) for split in tokens.SPLITS
         )
         self.examples = len(self._train)
+        self._shards = Shards(self.sharding, self.examples, seed=self.seed, device=self.device)
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        which = batch_indices(
-            seed=self.seed, worker=worker, workers=workers, size=size, index=index,
-            examples=self.examples, device=self.device,
-        )  # fmt: skip
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return self._train.rows(which, self.context)
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:

@@ -23,7 +23,7 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import data_settings, load
 
 
 class StoppedError(Exception):
@@ -122,12 +122,9 @@ def work(jobs: list[Job], wanted: str) -> None:
 
 
 def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
+    own = data_settings(job.settings)
     workload = load(
-        job.settings.workload,
-        data=job.data,
-        device=device,
-        seed=job.settings.seed,
-        download=job.download,
+        job.settings.workload, data=job.data, device=device, download=job.download, **own
     )
     folder = RunFolder(job.folder)
     Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()

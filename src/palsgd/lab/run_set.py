@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from palsgd.lab.comparison import compared
+from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
-from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
+from palsgd.lab.programs import first_of_each
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import data_settings, load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,11 @@ def run_all(
     if options.force and first_rank():
         for config in list(out.glob("*/config.yaml")):
             RunFolder(config.parent).clear()
+    origins = first_of_each(runs)  # a program is run once, whatever it is called
     waiting = {
         name: settings
         for name, settings in runs.items()
-        if not _is_done(RunFolder(out / name), name, settings, options)
+        if not _is_done(RunFolder(out / name), name, settings, options) and origins[name] == name
     }
     told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
     if told and not options.simulate:
@@ -103,8 +105,9 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
-    if wanted["steps"] is None:  # given in epochs, resolved in the file
-        del wanted["steps"]
+    for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
+        if wanted[in_epochs] and not wanted[name]:
+            del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
         if then != value and key not in ("checkpoint_every",):
@@ -123,32 +126,17 @@ def _default(key: str) -> Any:
 def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
     """summary.json of every run and of the collection. The error about failed runs is raised after
     all others are written."""
-    folders = {name: RunFolder(out / name) for name in runs}
-    failed = {name: folder.failure for name, folder in folders.items() if folder.failure}
-    folders = {name: folder for name, folder in folders.items() if name not in failed}
-    if not folders:
-        raise FailedRunsError(failed)
-    records = {name: _record(folder) for name, folder in folders.items()}
-    better = {name: folder.config()["higher_is_better"] for name, folder in folders.items()}
-    lines = {name: folder.lines() for name, folder in folders.items()}
-    settings = {name: runs[name].as_dict() for name in folders}
-    found = compared(records, lines, next(iter(better.values())), settings)
-    for name, folder in folders.items():
-        folder.write_summary(found[name])
-    found = {
-        name: {field: runs[name].as_dict()[setting_name(field)] for field in swept} | record
-        for name, record in found.items()
-    }
-    write_json(out / "summary.json", found)
+    for name, origin in first_of_each(runs).items():
+        if name != origin:
+            RunFolder(out / name).link(RunFolder(out / origin), origin, runs[name].as_dict())
+    failed = {name: reason for name in runs if (reason := RunFolder(out / name).failure)}
+    done = {name: settings for name, settings in runs.items() if name not in failed}
+    for name in done:
+        if not RunFolder(out / name).finished:
+            raise RuntimeError(f"{out / name} has no summary.json; go on with the run by --resume")
+    found = write_collection(done, out, swept) if done else {}
     if failed:
         raise FailedRunsError(failed)
-    return found
-
-
-def _record(folder: RunFolder) -> dict[str, Any]:
-    found = folder.summary()
-    if found is None:
-        raise RuntimeError(f"{folder.path} has no summary.json; go on with the run by --resume")
     return found
 
 
@@ -186,10 +174,8 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
-    def loaded(workload: str, seed: int) -> Workload:
-        return load(
-            workload, data=options.data, device=device, seed=seed, download=options.download
-        )
+    def loaded(workload: str, **own: Any) -> Workload:
+        return load(workload, data=options.data, device=device, download=options.download, **own)
 
     shapes: dict[tuple[Any, ...], list[str]] = {}
     for name, settings in runs.items():
@@ -198,7 +184,7 @@ def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None
     for names in shapes.values():
         simulate_runs(
             [
-                SimulatedRun(run, loaded(run.workload, run.seed), RunFolder(out / name))
+                SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
                 for name, run in ((name, runs[name]) for name in names)
             ],
             quiet=options.quiet,
@@ -236,7 +222,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if not (isinstance(chosen, str) and ".." in chosen):
+    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen:
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from palsgd.lab.data import device as on_device
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
-from palsgd.lab.data.sharding import batch_indices, random_stream
+from palsgd.lab.data.sharding import Shards, random_stream
 
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
 LARGEST_IN_MEMORY = 2**32  # bytes of pixels
@@ -26,8 +26,18 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Photographs(ABC):
-    def __init__(self, train: Any, val: Any, *, resolution: int, seed: int, device: torch.device):
+    def __init__(
+        self,
+        train: Any,
+        val: Any,
+        *,
+        resolution: int,
+        seed: int,
+        device: torch.device,
+        sharding: str = "reshuffled",
+    ):
         self.train, self.val = train, val
+        self._shards = Shards(sharding, len(train), seed=seed, labels=torch.tensor(train.targets))
         self._resolution, self._seed, self._device = resolution, seed, device
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
@@ -41,10 +51,7 @@ class Photographs(ABC):
 
     def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
         """The images of a batch, and the random numbers for their crops."""
-        which = batch_indices(
-            seed=self._seed, worker=worker, workers=workers, size=size, index=index,
-            examples=len(self.train),
-        )  # fmt: skip
+        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return which, random_stream(self._seed, worker, index).random((size, *CHANCES))
 
 
@@ -118,7 +125,13 @@ class InMemory(Photographs):
 
 
 def open_folders(
-    root: Path, *, resolution: int, seed: int, device: torch.device, in_memory: bool | None = None
+    root: Path,
+    *,
+    resolution: int,
+    seed: int,
+    device: torch.device,
+    sharding: str = "reshuffled",
+    in_memory: bool | None = None,
 ) -> Photographs:
     """The photographs in root/train and root/val. Those that fit are kept in memory, unless
     `in_memory` says otherwise."""
@@ -138,7 +151,7 @@ def open_folders(
     if in_memory is None:
         in_memory = _can_be_held(train, val, resolution)
     kind = InMemory if in_memory else FromFiles
-    return kind(train, val, resolution=resolution, seed=seed, device=device)
+    return kind(train, val, resolution=resolution, seed=seed, device=device, sharding=sharding)
 
 
 def decoded(folder: Any, i: int) -> Any:

@@ -23,7 +23,7 @@ from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import load
+from palsgd.lab.workloads import data_settings, load
 
 # steps of a model without exchanges, to measure a gradient; the first fifth is not counted
 COMPUTE_STEPS = 10
@@ -74,7 +74,7 @@ def measured(jobs: dict[str, Any]) -> dict[str, Any]:
     runs = {name: Settings.from_dict(settings) for name, settings in jobs["runs"].items()}
     first = next(iter(runs.values()))
     device = worker_device(jobs["device"], dist.get_rank())  # gloo carries what is sent
-    workload = load(first.workload, data=jobs["data"], device=device, seed=first.seed)
+    workload = load(first.workload, data=jobs["data"], device=device, **data_settings(first))
     model_bytes = 4 * sum(p.numel() for p in workload.model().parameters())
     ring = {"bytes": model_bytes, "seconds": ring_seconds(model_bytes)}
     methods, compute = {}, [_mean(compute_seconds(first, workload))]
@@ -122,6 +122,7 @@ def compute_seconds(settings: Settings, workload: Workload) -> float:
     net = workload.model().to(workload.device)
     local = {"method": plain_local().name, "compress": None, "delay": 0, "fragments": 1}
     never = settings.changed(local | {"sync_every": 10**6, "warmup_steps": 0})
+    never = never.in_steps(workload.examples)
     opt = build_optimizer(never, COMPUTE_STEPS, net)
     for step in range(COMPUTE_STEPS):
         if step == COMPUTE_STEPS // 5:

@@ -28,7 +28,9 @@ class Measured:
 def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
     """Medians over a few steps of a single worker, with a sync at each step."""
     place = chosen_device(device)
-    workload = workloads.load(settings.workload, data=data, device=place, seed=settings.seed)
+    own = workloads.data_settings(settings)
+    workload = workloads.load(settings.workload, data=data, device=place, **own)
+    settings = settings.in_steps(workload.examples)
     torch.manual_seed(settings.seed)
     model = workload.model().to(place)
     method = plain_local().name

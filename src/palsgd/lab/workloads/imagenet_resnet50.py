@@ -31,8 +31,9 @@ class ImageNetResNet50(Classification):
     def load(self) -> None:
         folder = place_of(self.data, "imagenet")
         self.photographs = open_folders(
-            folder, resolution=self.resolution, seed=self.seed, device=self.device
-        )
+            folder, resolution=self.resolution, seed=self.seed, device=self.device,
+            sharding=self.sharding,
+        )  # fmt: skip
         self.examples = len(self.photographs.train)
 
     def model(self) -> nn.Module:

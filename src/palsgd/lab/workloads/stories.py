@@ -45,6 +45,7 @@ class Stories(Language):
         return GPTNeo(vocab=words, positions=GRAMMAR.longest, hidden=64, heads=4, layers=2)
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
+        # Every worker has an endless text of its own, so fixed and reshuffled shards are the same.
         texts = GRAMMAR.draw(size, random_stream(self.seed, worker, index))
         return self._rows(texts.words, texts.lengths)
 
