@@ -16,7 +16,7 @@ from palsgd.lab.forecast import forecast
 from palsgd.lab.methods import default_names, method_of, own_settings, without_effect
 from palsgd.lab.run_set import check_method, grid_of, random_points
 from palsgd.lab.settings import FIELDS, Settings, assignments, parsed
-from palsgd.lab.trainer import split_batch
+from palsgd.lab.worker_loop import split_batch
 from palsgd.transports import Alone, ambient
 
 METHODS = default_names()

@@ -21,7 +21,8 @@ from palsgd.lab.factory import (
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
-from palsgd.lab.trainer import WARMUP_LINES, run_config, split_batch, start_line
+from palsgd.lab.trainer import WARMUP_LINES, run_config, start_line
+from palsgd.lab.worker_loop import split_batch
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 

@@ -11,7 +11,7 @@ from palsgd.lab.device import chosen_device, device_words, wait_for
 from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.methods import plain_local
 from palsgd.lab.settings import Settings
-from palsgd.lab.trainer import split_batch
+from palsgd.lab.worker_loop import split_batch
 from palsgd.transports import Alone, ambient
 
 STEPS, WARM = 7, 2
