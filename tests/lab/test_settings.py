@@ -140,7 +140,12 @@ def test_the_learning_rate_falls_by_a_factor_every_so_many_steps():
 
 def test_epochs_of_a_schedule_become_steps_with_the_examples():
     settings = Settings(
-        workload="digits", epochs=9, schedule="step", schedule_every_epochs=3, lr_warmup_epochs=0.5
+        workload="digits",
+        epochs=9,
+        sync_every=30,
+        schedule="step",
+        schedule_every_epochs=3,
+        lr_warmup_epochs=0.5,
     )
     with pytest.raises(ValueError, match=r"^lr_warmup_epochs=0.5 is not known in steps; use"):
         learning_rate_factor(settings, 90, 0)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.splits import held_out
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # images, labels
@@ -40,14 +41,20 @@ class Classification(Workload):
 
 
 class InMemory(Classification):
-    """Both splits as tensors on the device, set by `load` through `keep`."""
+    """What is trained on and what is evaluated, as tensors on the device, set by `load` through
+    `keep`."""
 
     train_images: Tensor
     train_labels: Tensor
-    test_images: Tensor
+    test_images: Tensor  # with split=choose, of the held out part
     test_labels: Tensor
 
-    def keep(self, train: Batch, test: Batch) -> None:
+    def keep(self, train: Batch, test: Batch | None) -> None:
+        """The test set is not kept with split=choose, so `load` need not read it there."""
+        if self.split == "choose":
+            parts = held_out(len(train[1]), self.held_out)
+            train, test = (_rows(train, torch.from_numpy(part)) for part in parts)
+        assert test is not None, "a run with split=test needs the test set"
         self.train_images, self.train_labels = train
         self.test_images, self.test_labels = test
         self.examples = len(self.train_labels)
@@ -66,3 +73,9 @@ class InMemory(Classification):
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.test_labels), part, parts, size=1000):
             yield self.test_images[own], self.test_labels[own]
+
+
+def _rows(batch: Batch, which: Tensor) -> Batch:
+    images, labels = batch
+    which = which.to(labels.device)
+    return images[which], labels[which]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from palsgd.lab.data import tokens
 from palsgd.lab.data.download import place_of
 from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.splits import held_out_count
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets: a story per row, -100 where there is none
@@ -46,6 +47,7 @@ class TinyStories(Language):
 
     examples = 2_119_719
     context: int  # positions of the model; of a longer story the beginning is read
+    held_out = 0.01  # the last stories of the training data
 
     def load(self) -> None:
         folder = place_of(self.data, "tinystories")
@@ -55,10 +57,13 @@ class TinyStories(Language):
             if self.download:
                 tokens.download(folder, tokenizer, self.progress)
             tokens.prepare(folder, folder, tokenizer, self.progress)
-        self._train, self._valid = (
-            tokens.Stories(folder, split, self.device) for split in tokens.SPLITS
-        )
+        self._train = tokens.Stories(folder, "train", self.device)
         self.examples = len(self._train)
+        if self.split == "choose":
+            self.examples -= held_out_count(self.examples, self.held_out)
+            self._valid, self._first_valid = self._train, self.examples
+        else:
+            self._valid, self._first_valid = tokens.Stories(folder, "valid", self.device), 0
         self._shards = Shards(self.sharding, self.examples, seed=self.seed, device=self.device)
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
@@ -66,6 +71,6 @@ class TinyStories(Language):
         return self._train.rows(which, self.context)
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
-        every = torch.arange(len(self._valid), device=self.device)
+        every = torch.arange(self._first_valid, len(self._valid), device=self.device)
         for own in parts_of(len(every), part, parts, size=64):
             yield self._valid.rows(every[own], self.context)

@@ -4,7 +4,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -165,12 +165,14 @@ class Settings:
         return replace(self, **found)
 
     def total_steps(self, examples: int) -> int:
-        """The clock at the end; an epoch is one pass over `examples` by all workers together."""
+        """The clock at the end; an epoch is one pass over `examples` by all workers together. A
+        length in epochs is rounded to whole rounds, so that no worker has an odd last round. DDP
+        has the same length, though it has no rounds."""
         if self.steps is not None:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
-        return max(1, round(self.epochs * self._epoch_steps(examples)))
+        return self._in_whole_rounds(max(1, round(self.epochs * self._epoch_steps(examples))))
 
     def _epoch_steps(self, examples: int) -> int:
         steps = examples // (self.workers * self.batch_size)
@@ -181,6 +183,13 @@ class Settings:
                 "a smaller batch_size, fewer workers, or --steps"
             )
         return steps
+
+    def _in_whole_rounds(self, steps: int) -> int:
+        """The nearest end of a round; the same number for a run without a whole round."""
+        if isinstance(self.sync_every, str) or steps < self.warmup_steps + self.sync_every:
+            return steps
+        rounds = round((steps - self.warmup_steps) / self.sync_every)
+        return self.warmup_steps + rounds * self.sync_every
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as a flat dict, with the methods' own settings among the others."""
@@ -308,6 +317,12 @@ def check_field(name: str) -> None:
         known = [*FIELDS, *map(spelt, _method_fields())]
         (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ValueError(f"there is no setting {name!r}; did you mean {nearest!r}?")
+
+
+def with_alternatives(names: Iterable[str]) -> set[str]:
+    """These fields, and those that say the same in another way: pull for mix_rate, for instance."""
+    names = set(names)
+    return names | {name for pair in _EITHER if names & set(pair) for name in pair}
 
 
 def assignments(texts: list[str]) -> dict[str, str]:

@@ -29,6 +29,8 @@ from palsgd.progress import ProgressBar
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = (
     "lr",
+    "schedule",
+    "lr_warmup_steps",
     "mix_prob",
     "mix_rate",
     "pull",

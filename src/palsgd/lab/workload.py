@@ -28,6 +28,7 @@ class Workload(ABC):
     # it found.
     examples: int
     context: int | None = None  # tokens of a row; of a class: the most, None where nothing is cut
+    held_out: ClassVar[float] = 0.1  # share of the training data that split=choose evaluates on
     floor: float | None = None  # the lowest expected loss any model can reach, where known
 
     def __init__(

@@ -20,6 +20,7 @@ from palsgd.lab.cli.report_command import report
 from palsgd.lab.cli.sweep_command import sweep
 from palsgd.lab.cli.theory_command import theory
 from palsgd.lab.cli.train_command import train
+from palsgd.lab.cli.tune_command import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,6 +34,7 @@ for command in (
     demo,
     train,
     compare,
+    tune,
     sweep,
     report,
     explain,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from palsgd.lab.data import device as on_device
 
+SPLITS = ("train", "test")
 _BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -30,21 +31,24 @@ class Split:
 
 
 def load(folder: str | Path) -> tuple[Split, Split]:
-    """Training and test split from any of three forms: the original Python batches, those as
-    lossless WebP sprites, or a sprite per split with `labels.json`."""
+    """The training and the test split."""
+    train, test = (load_split(folder, split) for split in SPLITS)
+    return train, test
+
+
+def load_split(folder: str | Path, split: str) -> Split:
+    """`train` or `test`, from any of three forms: the original Python batches, those as lossless
+    WebP sprites, or a sprite per split with `labels.json`. Images of the other split are not
+    read."""
     root = Path(folder)
     for place in (root, root / "cifar-10-batches-py"):
         if (place / "data_batch_1").exists():
-            return _join([_original(place, name) for name in _BATCHES])
+            return _join([_original(place, name) for name in _batches(split)])
     if (root / "data_batch_1.webp").exists():
-        return _compact(root)
+        return _compact(root, split)
     if (root / "labels.json").exists():
         labels = json.loads((root / "labels.json").read_text())
-        train, test = (
-            Split(_sprite(root / f"{name}.webp"), torch.tensor(labels[name]["labels"]))
-            for name in ("train", "test")
-        )
-        return train, test
+        return Split(_sprite(root / f"{split}.webp"), torch.tensor(labels[split]["labels"]))
     raise ValueError(
         f"no CIFAR-10 in {root}: looked for data_batch_1 (there or in cifar-10-batches-py), "
         "data_batch_1.webp and labels.json; get cifar-10-python.tar.gz from "
@@ -86,18 +90,22 @@ def _original(place: Path, name: str) -> Split:
         ) from error
 
 
-def _compact(root: Path) -> tuple[Split, Split]:
+def _compact(root: Path, split: str) -> Split:
+    """The labels of all batches are in one file, in the order of the batches, the test's last."""
     with lzma.open(root / "labels_filenames.tsv.xz", "rt") as rows:
         labels = torch.tensor([int(row.split("\t")[0]) for row in rows])
-    images = [_sprite(root / f"{name}.webp") for name in _BATCHES]
-    lengths = [len(part) for part in images]
-    return _join([Split(i, part) for i, part in zip(images, labels.split(lengths), strict=True)])
+    images = torch.cat([_sprite(root / f"{name}.webp") for name in _batches(split)])
+    own = labels[: len(images)] if split == "train" else labels[-len(images) :]
+    return Split(images, own)
 
 
-def _join(parts: list[Split]) -> tuple[Split, Split]:
-    *train, test = parts
-    images = torch.cat([part.images for part in train])
-    return Split(images, torch.cat([part.labels for part in train])), test
+def _batches(split: str) -> list[str]:
+    return _BATCHES[:-1] if split == "train" else _BATCHES[-1:]
+
+
+def _join(parts: list[Split]) -> Split:
+    images = torch.cat([part.images for part in parts])
+    return Split(images, torch.cat([part.labels for part in parts]))
 
 
 def _sprite(path: Path) -> Tensor:

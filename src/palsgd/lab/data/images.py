@@ -4,6 +4,7 @@ A training image is a random crop, resized and perhaps mirrored. Which crop is a
 worker and index, so it does not matter which thread decodes it, or when.
 """
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from palsgd.lab.data import device as on_device
+from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import Shards, random_stream
 
@@ -131,20 +133,18 @@ def open_folders(
     seed: int,
     device: torch.device,
     sharding: str = "reshuffled",
+    held_out: float | None = None,
     in_memory: bool | None = None,
 ) -> Photographs:
-    """The photographs in root/train and root/val. Those that fit are kept in memory, unless
-    `in_memory` says otherwise."""
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-
-    try:
-        train, val = (ImageFolder(str(root / name)) for name in ("train", "val"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
-            "the workload digits, which needs no files"
-        ) from error
+    """The photographs in root/train and root/val; with a share that is held out, those in
+    root/train alone, in two parts. Those that fit are kept in memory, unless `in_memory` says
+    otherwise."""
+    train = _folder(root, "train")
+    if held_out is not None:
+        parts = splits.held_out(len(train), held_out)
+        train, val = (_part(train, part.tolist()) for part in parts)
+    else:
+        val = _folder(root, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
@@ -152,6 +152,27 @@ def open_folders(
         in_memory = _can_be_held(train, val, resolution)
     kind = InMemory if in_memory else FromFiles
     return kind(train, val, resolution=resolution, seed=seed, device=device, sharding=sharding)
+
+
+def _folder(root: Path, name: str) -> Any:
+    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+
+    try:
+        return ImageFolder(str(root / name))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
+            "the workload digits, which needs no files"
+        ) from error
+
+
+def _part(folder: Any, which: list[int]) -> Any:
+    """Some photographs of a folder, with the classes of all."""
+    part = copy.copy(folder)
+    part.samples = [folder.samples[i] for i in which]
+    part.targets = [folder.targets[i] for i in which]
+    return part
 
 
 def decoded(folder: Any, i: int) -> Any:

@@ -1,8 +1,9 @@
 """Workloads and the paper's settings for them, by name.
 
 Each module of this package is a workload: `stories_1m.py` is `stories-1m`. It has a class with that
-name, its `RECIPES`, which are named as the workload or begin with its name and a dash, and its
-`GRIDS`, which begin with its name and a slash. A module is imported when it is asked for.
+name, its `RECIPES`, which are named as the workload or begin with its name and a dash, its `GRIDS`,
+which begin with its name and a slash, and what tuning may try, `SEARCH`. A module is imported when
+it is asked for.
 """
 
 import difflib
@@ -72,6 +73,18 @@ def grid(name: str) -> dict[str, list]:
     return own[name]
 
 
+def search(name: str) -> dict[str, Any]:
+    """The values that `palsgd tune` tries for a recipe: by field, a list or a pair (low, high)."""
+    recipe(name)  # refuses a name that is unknown
+    own = _of_its_workload(name, "SEARCH")
+    if not own:
+        raise ValueError(
+            f"the workload of {name} does not say what to try; add to its file for instance "
+            'SEARCH = {"lr": (1e-4, 1e-2)}'
+        )
+    return dict(own)
+
+
 def recipes() -> "dict[str, Settings]":
     return {key: value for name in names() for key, value in _module(name).RECIPES.items()}
 
@@ -84,7 +97,7 @@ def _of_its_workload(name: str, table: str) -> Mapping[str, Any]:
     """The `table` of the workload that `name` begins with, the longest where several do."""
     workload, _, _ = name.partition("/")
     fitting = [each for each in names() if f"{workload}-".startswith(f"{each}-")]
-    return getattr(_module(max(fitting, key=len)), table) if fitting else {}
+    return getattr(_module(max(fitting, key=len)), table, {}) if fitting else {}
 
 
 def _module(name: str) -> Any:

@@ -1,10 +1,11 @@
 """CIFAR-10 and the paper's small CNN, for studies with many workers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
-from palsgd.lab.classification import InMemory
+from palsgd.lab.classification import Batch, InMemory
 from palsgd.lab.data import cifar10
 from palsgd.lab.data.download import place_of
 from palsgd.lab.settings import Settings
@@ -27,13 +28,21 @@ class Cifar10(InMemory):
     """CIFAR-10 as a workload's data. Pixels stay bytes until the loss converts those of a batch."""
 
     examples = 50_000
+    held_out = 0.1
 
     def load(self) -> None:
         folder = place_of(self.data, "cifar10")
         if self.download and not cifar10.is_in(folder):
             cifar10.download(folder)
-        train, test = (split.to(self.device) for split in cifar10.load(folder))
-        self.keep((train.images, train.labels), (test.images, test.labels))
+        train, test = (self._read(folder, split) for split in cifar10.SPLITS)
+        assert train is not None
+        self.keep(train, test)
+
+    def _read(self, folder: Path, split: str) -> Batch | None:
+        if (self.split, split) == ("choose", "test"):
+            return None
+        found = cifar10.load_split(folder, split).to(self.device)
+        return found.images, found.labels
 
     def inputs(self, images: Tensor) -> Tensor:
         return cifar10.normalized(images)

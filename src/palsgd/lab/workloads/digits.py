@@ -9,7 +9,7 @@ from palsgd.lab.settings import Settings
 
 RECIPES = {
     "digits": Settings(
-        workload="digits", workers=4, steps=600, batch_size=32, sync_every=32, mix_prob=0.1,
+        workload="digits", workers=4, steps=600, batch_size=32, sync_every=16, mix_prob=0.1,
         mix_rate=4.0, warmup_steps=40, inner="adamw", lr=2e-3, outer_lr=0.2,
     ),
 }  # fmt: skip
@@ -17,11 +17,22 @@ GRIDS = {
     "digits/H": {"sync_every": [8, 16, 32, 64, 128]},
     "digits/eta": {"mix_rate": [0.25, 1.0, 4.0, 16.0]},
 }
+# At the longest interval a run has 35 rounds.
+SEARCH = {
+    "lr": (5e-4, 3e-2),
+    "schedule": ["constant", "cosine"],
+    "sync_every": [8, 16],
+    "outer_lr": (0.1, 1.0),
+    "outer_momentum": [0.3, 0.6, 0.9],
+    "mix_prob": [0.0625, 0.125],
+    "pull": (0.05, 0.6),
+}
 
 
 class Digits(InMemory):
     name = "digits"
-    examples = 1_437  # of 1,797; the others are for validation
+    examples = 1_437  # of 1,797; the other 360 are the test set
+    held_out = 0.2  # 287
 
     def load(self) -> None:
         from sklearn.datasets import load_digits

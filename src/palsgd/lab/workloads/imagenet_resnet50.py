@@ -26,6 +26,7 @@ GRIDS = {
 class ImageNetResNet50(Classification):
     name = "imagenet-resnet50"
     examples = 1_281_167
+    held_out = 0.01
     resolution = 224
 
     def load(self) -> None:
@@ -33,6 +34,7 @@ class ImageNetResNet50(Classification):
         self.photographs = open_folders(
             folder, resolution=self.resolution, seed=self.seed, device=self.device,
             sharding=self.sharding,
+            held_out=self.held_out if self.split == "choose" else None,
         )  # fmt: skip
         self.examples = len(self.photographs.train)
 

@@ -17,7 +17,7 @@ from palsgd.lab.workload import parts_of
 
 RECIPES = {
     "stories": Settings(
-        workload="stories", workers=4, steps=1000, batch_size=16, sync_every=32, mix_prob=0.1,
+        workload="stories", workers=4, steps=1060, batch_size=16, sync_every=32, mix_prob=0.1,
         mix_rate=8.0, warmup_steps=100, inner="adamw", lr=3e-3, max_norm=1.0, outer_lr=0.2,
     ),
 }  # fmt: skip
@@ -37,7 +37,9 @@ class Stories(Language):
     floor = GRAMMAR.entropy / GRAMMAR.mean_length
 
     def load(self) -> None:
-        texts = GRAMMAR.draw(500, random_stream(0))  # one set, whatever the seed
+        # One set for tests and one for choosing, whatever the seed. Training text has longer keys.
+        key = () if self.split == "test" else (1,)
+        texts = GRAMMAR.draw(500, random_stream(0, *key))
         self._valid = self._rows(texts.words, texts.lengths)
 
     def model(self) -> nn.Module:

@@ -1,0 +1,104 @@
+"""tuned.yaml: the settings that `palsgd tune` chose for each method, and how it came to them."""
+
+import difflib
+from collections.abc import Collection, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from palsgd.lab.settings import Settings, with_alternatives
+
+SCHEMA = 1
+SHIPPED = Path(__file__).parent.parent / "workloads" / "tuned"
+
+
+def shipped() -> list[str]:
+    """The recipes that come with a tuned.yaml."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def tuned_settings(
+    source: Path | str, method: str, base: Settings, *, given: Collection[str] = ()
+) -> Settings:
+    """`base` with the settings that were chosen for the method.
+
+    `source` is a file that `palsgd tune` wrote, or the name of a recipe that comes with one. Fields
+    in `given` keep the value they have in `base`: the user asked for them.
+    """
+    found = read_tuned(source)
+    if found["workload"] != base.workload:
+        raise ValueError(
+            f"{source} was tuned on {found['workload']}, this is {base.workload}; tune it by "
+            f"`palsgd tune {base.workload}`"
+        )
+    if method not in found["methods"]:
+        raise ValueError(
+            f"{source} has no settings for {method}, only for {', '.join(found['methods'])}; tune "
+            f"it by `palsgd tune {base.workload} --methods {method}`"
+        )
+    kept = with_alternatives(given)
+    chosen = found["methods"][method]["settings"]
+    changes = {name: value for name, value in chosen.items() if name not in kept}
+    return base.changed({"method": method, **changes})
+
+
+def tuned_elsewhere(source: Path | str, base: Settings) -> str | None:
+    """A sentence about tuning that was done under other conditions than `base`; None if it was
+    not."""
+    conditions = read_tuned(source)["conditions"]
+    odd = [
+        f"{name}={value}, not {getattr(base, name)}"
+        for name, value in conditions.items()
+        if getattr(base, name, value) != value
+    ]
+    return f"{source} was tuned with {', '.join(odd)}" if odd else None
+
+
+def read_tuned(source: Path | str) -> dict[str, Any]:
+    """The contents of a tuned.yaml, by its path or by the name of the recipe it comes with."""
+    return _read(_path_of(source))
+
+
+def write_tuned(path: Path, record: dict[str, Any]) -> None:
+    import yaml
+
+    from palsgd.lab.atomic import atomic_write
+
+    text = yaml.safe_dump({"schema": SCHEMA, **record}, sort_keys=False, width=100)
+    atomic_write(path, text)
+    _read.cache_clear()
+
+
+def _path_of(source: Path | str) -> Path:
+    beside = SHIPPED / f"{source}.yaml"
+    if not Path(source).suffix and beside.exists():
+        return beside
+    if not Path(source).is_file():
+        nearest = difflib.get_close_matches(str(source), shipped(), n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(
+            f"there is no file {source}{hint} Give a file of `palsgd tune`, or one of the recipes "
+            f"that come with one: {', '.join(shipped())}"
+        )
+    return Path(source)
+
+
+@cache
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); make it again") from error
+    missing = _missing(found, ("schema", "workload", "conditions", "methods"))
+    if missing:
+        raise ValueError(f"{path} has no {missing}, so it is no file of `palsgd tune`; give one")
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"{path} has schema {found['schema']}, not {SCHEMA}; tune again")
+    return found
+
+
+def _missing(found: Any, keys: Iterable[str]) -> str | None:
+    own = found if isinstance(found, dict) else {}
+    return next((key for key in keys if key not in own), None)
