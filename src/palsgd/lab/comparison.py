@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from palsgd.lab.controls import Control, find_controls
+from palsgd.lab.controls import Recipe, find_controls
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval, of_mean, relative_difference
 from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, Reached, crossing, reach
@@ -83,7 +83,7 @@ class Comparison:
     `baseline(group)`: the group that it is measured against: of its scale, at its best setting.
     `budgets(group)`: by axis, the least that a group of its K and batch spent in all.
     `same_programs`: for each group that is the same program as an earlier one, that one.
-    `controls`: for each group that is a control of a mixing method, which control of which group.
+    `controls`: for each group of a mixing method, the groups that are its controls, by their kind.
     `paces`: for each group its Pace, which turns steps into seconds; None where nobody knows. With
     a `link` they are projected on it.
     """
@@ -94,7 +94,7 @@ class Comparison:
         self.runs = [run for group in groups for run in group.runs]
         self.quality = Quality.of(self.runs[0])
         self.margin = margin_of(groups)
-        self.controls: dict[Group, Control] = find_controls(groups)
+        self.controls: dict[Group, dict[Recipe, Group]] = find_controls(groups)
         self.same_programs: dict[Group, Group] = _same_programs(groups)
         self._curves: dict[Group, QualityCurve | None] = {}
         self._targets: dict[tuple[Any, ...], Target | None] = {}
@@ -102,9 +102,10 @@ class Comparison:
     # -- who is compared with whom ---------------------------------------------------------------
 
     def scale(self, group: Group) -> tuple[Any, ...]:
-        """Groups of equal scale have one target. A control has that of what it controls."""
-        control = self.controls.get(group)
-        return _scale(group if control is None else control.of)
+        """Groups of equal scale have one target. A control has that of what it controls, also if
+        its batch is another."""
+        of = (mixing for mixing, there in self.controls.items() if group in there.values())
+        return _scale(next(of, group))
 
     @property
     def scales(self) -> list[tuple[Any, ...]]:

@@ -7,6 +7,7 @@ recognised as one by its settings, wherever it comes from.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from palsgd import registry
@@ -28,14 +29,6 @@ class Recipe:
 
     def name(self, method: str) -> str:
         return f"{method}-{self.suffix}"
-
-
-@dataclass(frozen=True)
-class Control:
-    """A group that is a control of another."""
-
-    recipe: Recipe
-    of: Group
 
 
 def mixed_share(settings: Settings) -> float:
@@ -143,28 +136,28 @@ def controls_for(runs: Mapping[str, Settings]) -> tuple[dict[str, Settings], dic
     return found, left_out
 
 
-def find_controls(groups: list[Group]) -> dict[Group, Control]:
-    """The groups that are controls of others, whatever they are there for: the plain method with
-    the same settings is an opponent and a control."""
+def find_controls(groups: list[Group]) -> dict[Group, dict[Recipe, Group]]:
+    """For each group of a mixing method the groups that are its controls, whatever they are there
+    for: the plain method with the same settings is an opponent and a control."""
     settings = {group: _settings(group) for group in groups}
-    by_program = {program(own): group for group, own in settings.items() if own is not None}
-    found: dict[Group, Control] = {}
+    by_program = {
+        program(own): group for group, own in reversed(settings.items()) if own is not None
+    }
+    found: dict[Group, dict[Recipe, Group]] = {}
     for group, own in settings.items():
-        if own is not None and mixed_share(own) > 0:
-            for recipe in CONTROLS:
-                twin = by_program.get(_program_of(recipe, own))
-                if twin is not None and twin is not group:
-                    found.setdefault(twin, Control(recipe, group))
+        made = {} if own is None or mixed_share(own) == 0 else _programs(own)
+        there = {recipe: by_program[each] for recipe, each in made.items() if each in by_program}
+        if there and group not in there.values():  # one that does not pull is its own control
+            found[group] = there
     return found
 
 
-def _program_of(recipe: Recipe, settings: Settings) -> Program:
-    """Of the control; none at all where it cannot be made or is what it is made from."""
-    try:
-        found = program(recipe.make(settings))
-    except ValueError:
-        return ()
-    return () if found == program(settings) else found
+def _programs(settings: Settings) -> dict[Recipe, Program]:
+    found = {}
+    for recipe in CONTROLS:
+        with suppress(ValueError):  # there is no such control
+            found[recipe] = program(recipe.make(settings))
+    return found
 
 
 def _settings(group: Group) -> Settings | None:

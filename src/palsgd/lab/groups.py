@@ -108,12 +108,14 @@ def _values(groups: list[Group], key: str) -> set[str]:
 
 
 def _by_value(groups: list[Group]) -> list[Group]:
-    """Methods stay in their order; within one, settings in the order of their values."""
+    """Methods stay in their order; within one, settings in the order of their values. Settings
+    with names of their own come last."""
     methods = list(dict.fromkeys(each.method for each in groups))
     keys = differing(groups)
     return sorted(
         groups,
         key=lambda each: (
+            each.given_name is not None,
             methods.index(each.method),
             [sortable(each.settings.get(key)) for key in keys],
         ),

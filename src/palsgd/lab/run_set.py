@@ -13,7 +13,7 @@ from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
-from palsgd.lab.programs import first_of_each
+from palsgd.lab.programs import NOT_COMPUTED, first_of_each
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
@@ -110,7 +110,7 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
             del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
-        if then != value and key not in ("checkpoint_every",):
+        if then != value and key not in NOT_COMPUTED:
             raise ValueError(
                 f"{folder.path} was run with {key}={then}, now it is {value}; "
                 "use the old value, --force to start over, or another --out"

@@ -114,7 +114,7 @@ def _word(comparison: "Comparison", verdict: Verdict | None, difference: Interva
         return "one seed: no verdict"
     pairs = f"{difference.n} paired seeds"
     if not is_tuned(comparison):
-        return f"{UNTUNED} ({pairs})"
+        return f"untuned, no verdict ({pairs})"
     if verdict is None:
         return f"no verdict ({pairs})"
     margin = f"{pairs}, margin {100 * verdict.margin:g}%"
@@ -149,9 +149,7 @@ def _speed(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
         elif base is None or base not in rows or not rows[base].reached:
             yield f"{goal}: {group.label} takes {_costs(row)}; {_resolution(row)}."
         else:
-            yield (
-                f"{goal}: {group.label} takes {_ratios(row)} of {base.label}'s; {_resolution(row)}."
-            )
+            yield f"{goal}: {group.label} takes {_ratios(row, base)}; {_resolution(row)}."
 
 
 def not_reached(row: "ToTarget") -> str:
@@ -172,18 +170,23 @@ def _costs(row: "ToTarget") -> str:
     return ", ".join(parts)
 
 
-def _ratios(row: "ToTarget") -> str:
+def _ratios(row: "ToTarget", base: Group) -> str:
     """Own cost over the baseline's: below 1 it is ahead."""
     parts = []
     for axis, speed_up in row.speed_ups.items():
-        if axis not in _AXES:
-            continue
-        seen = "" if not speed_up.known or not speed_up.low <= 1 <= speed_up.high else (
-            ", no difference seen"
-        )  # fmt: skip
-        parts.append(f"{_times(1 / speed_up.value)}{_bounds(speed_up, inverted=True)} the "
-                     f"{_AXES[axis]}{seen}")  # fmt: skip
-    return "; ".join(parts)
+        if axis in _AXES:
+            whose = "its" if parts else f"{base.label}'s"
+            ratio = f"{_times(1 / speed_up.value)}{_bounds(speed_up, inverted=True)}"
+            parts.append(f"{ratio} {whose} {_AXES[axis]}{_remark(axis, speed_up)}")
+    return ", ".join(parts)
+
+
+def _remark(axis: str, speed_up: Interval) -> str:
+    """A baseline may send its gradients in bf16, at half the bytes."""
+    words = ["no difference seen"] if speed_up.low <= 1 <= speed_up.high and speed_up.n > 1 else []
+    if axis == "bytes_sent":
+        words.append(f"{_times(2 / speed_up.value)} if those were sent in bf16")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _resolution(row: "ToTarget") -> str:
@@ -197,11 +200,8 @@ def _resolution(row: "ToTarget") -> str:
 
 def _cause(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
     for group in filter(_mixes, judged):
-        controls = {
-            control.recipe: twin
-            for twin, control in comparison.controls.items()
-            if control.of is group and comparison.final_losses(twin)
-        }
+        there = comparison.controls.get(group, {})
+        controls = {kind: twin for kind, twin in there.items() if comparison.final_losses(twin)}
         if controls and group not in comparison.same_programs:
             yield _against_best(comparison, group, list(controls.values()))
         if {NO_PULL, RAISED_RATE, SAME_SETTINGS} <= controls.keys():
