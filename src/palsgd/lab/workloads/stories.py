@@ -49,7 +49,7 @@ class Stories(Language):
 
     def load(self) -> None:
         # Drawing takes as long as a step on a GPU, and simulated runs of one seed share their text.
-        self._drawn = lru_cache(maxsize=256)(self._new)
+        self._drawn = lru_cache(maxsize=512)(self._new)
         # One set for tests and one for choosing, whatever the seed. Training text has longer keys.
         key = () if self.split == "test" else (1,)
         texts = GRAMMAR.draw(500, random_stream(0, *key))
