@@ -6,9 +6,13 @@ import re
 import pytest
 import torch
 
+import palsgd
 from palsgd import registry
+from palsgd.events import Mixed, Synced
 from palsgd.lab import workloads
-from palsgd.lab.factory import build_optimizer, learning_rate_factor
+from palsgd.lab.clock_values import function_of_clock, separated
+from palsgd.lab.factory import build_optimizer, learning_rate_factor, outer_optimizer
+from palsgd.lab.forecast import forecast
 from palsgd.lab.methods import default_names, method_of, own_settings, without_effect
 from palsgd.lab.run_set import check_method, grid_of, random_points
 from palsgd.lab.settings import FIELDS, Settings, assignments, parsed
@@ -47,6 +51,28 @@ def test_every_field_can_be_given_as_text():
         ({"max_norm": "0"}, "max_norm=0"),
         ({"method": "palsgdd"}, "method='palsgdd' is unknown; use one of 'anchordecay', 'ddp'"),
         ({"batch_size": 10, "micro_batches": 4}, "not a multiple of micro_batches=4"),
+        ({"sharding": "dirichlet"}, "sharding=dirichlet is unknown; use fixed, reshuffled or"),
+        ({"sharding": "dirichlet:0"}, "sharding=dirichlet:0 is unknown; use fixed, reshuffled or"),
+        ({"sharding": "dirichlet:x"}, "sharding=dirichlet:x is unknown; use fixed, reshuffled or"),
+        ({"split": "valid"}, "split='valid' is unknown; use one of 'test', 'choose'"),
+        ({"target": "nan"}, "target=nan"),
+        ({"target_on": "accuracy"}, "target_on='accuracy' is unknown; use one of 'loss', 'metric'"),
+        ({"margin": "-0.1"}, "margin=-0.1"),
+        ({"context": "0"}, "context=0 must be at least 1"),
+        ({"schedule": "step"}, "add for instance schedule_every=1000"),
+        ({"outer_schedule": "step"}, "add for instance schedule_every=1000"),
+        ({"schedule_factor": "1.5"}, "schedule_factor=1.5 must be in [0, 1]"),
+        ({"outer_schedule": "cosine", "sync_every": "auto"}, "outer_schedule=cosine needs to know"),
+        ({"mix_rate": "0:16,0:8"}, "mix_rate=0:16,0:8 is no number and does not say how one"),
+        ({"mix_rate": "5:16"}, "mix_rate=5:16 is no number and does not say how one changes"),
+        ({"mix_rate": "square:1..0"}, "give a number, 0:16,1000:8 or cosine:0.5..0"),
+        ({"mix_rate": "0:16,100:-8"}, "mix_rate=-8"),
+        ({"pull": "cosine:0.5..1.5"}, "pull=1.5 must be in [0, 1]"),
+        ({"sync_every": "0:16,10:0"}, "sync_every=0 must be at least 1"),
+        ({"sync_every": "0:1.5"}, "0:16,1000:64 or qsr:16:0.05"),
+        ({"sync_every": "cosine:8..16"}, "0:16,1000:64 or qsr:16:0.05"),
+        ({"sync_every": "qsr:16:0"}, "0:16,1000:64 or qsr:16:0.05"),
+        ({"sync_every": "0:8,9:16", "delay": 2}, "delay=2 needs rounds of one length"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_value(changes, said):
@@ -104,6 +130,78 @@ def test_the_learning_rate_warms_up_then_falls_as_half_a_cosine():
     assert learning_rate_factor(constant, 110, 100) == 1.0
 
 
+def test_the_learning_rate_falls_by_a_factor_every_so_many_steps():
+    settings = base.changed(
+        {"schedule": "step", "schedule_every": 30, "schedule_factor": 0.5, "lr_warmup_steps": 10}
+    )
+    factors = [learning_rate_factor(settings, 100, clock) for clock in (4, 10, 29, 30, 59, 60, 99)]
+    assert factors == [5 / 11, 1, 1, 0.5, 0.5, 0.25, 0.125]
+
+
+def test_epochs_of_a_schedule_become_steps_with_the_examples():
+    settings = Settings(
+        workload="digits",
+        epochs=9,
+        sync_every=30,
+        schedule="step",
+        schedule_every_epochs=3,
+        lr_warmup_epochs=0.5,
+    )
+    with pytest.raises(ValueError, match=r"^lr_warmup_epochs=0.5 is not known in steps; use"):
+        learning_rate_factor(settings, 90, 0)
+    resolved = settings.in_steps(1280)  # ten steps of four workers with 32 each
+    assert (resolved.steps, resolved.schedule_every, resolved.lr_warmup_steps) == (90, 30, 5)
+    assert resolved.epochs == 9
+    assert resolved.in_steps(1280) == resolved
+    in_steps = settings.changed({"lr_warmup_steps": 7})
+    assert (in_steps.lr_warmup_steps, in_steps.lr_warmup_epochs) == (7, 0.0)
+    assert in_steps.changed({"lr_warmup_epochs": 1}).in_steps(1280).lr_warmup_steps == 10
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("sync_every", [8, "0:8,16:24"])
+@pytest.mark.parametrize("schedule", ["cosine", "step"])
+def test_the_outer_learning_rate_follows_the_clock_at_which_a_round_begins(schedule, sync_every):
+    settings = base.changed(
+        {"method": "diloco", "outer_schedule": schedule, "schedule_every": 20, "outer_lr": 0.5,
+         "sync_every": sync_every, "warmup_steps": 4}
+    )  # fmt: skip
+    model = torch.nn.Linear(3, 1)
+    opt = build_optimizer(settings, 52, model)
+    began = {0: 4} | ({1: 12, 2: 20, 3: 44} if sync_every != 8 else {1: 12, 2: 20, 3: 28})
+    seen = []
+    opt.outer.register_step_pre_hook(lambda outer, *_: seen.append(outer.param_groups[0]["lr"]))
+    for _ in palsgd.until([0], opt, steps=52):
+        model(torch.ones(2, 3)).sum().backward()
+        opt.step()
+    cosine = {at: 0.5 * (0.5 + 0.5 * math.cos(math.pi * clock / 52)) for at, clock in began.items()}
+    step = {at: 0.5 * 0.1 ** (clock // 20) for at, clock in began.items()}
+    expected = cosine if schedule == "cosine" else step
+    assert seen[: len(expected)] == pytest.approx(list(expected.values()))
+
+
+@pytest.mark.parametrize(
+    ("outer", "kind", "wanted"),
+    [
+        ("nesterov", torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
+        ("sgd_m", torch.optim.SGD, {"momentum": 0.8, "nesterov": False}),
+        ("sgd", torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
+        ("adam", torch.optim.Adam, {"betas": (0.9, 0.999)}),
+        ("adamw", torch.optim.AdamW, {"betas": (0.9, 0.999)}),
+    ],
+)
+def test_every_outer_optimizer_is_the_one_its_name_says(outer, kind, wanted):
+    settings = base.changed(
+        {"outer": outer, "outer_lr": 0.3, "outer_momentum": 0.8, "outer_weight_decay": 0.02}
+    )
+    built = outer_optimizer(settings)([torch.nn.Parameter(torch.zeros(2))])
+    assert type(built) is kind
+    for name, value in ({"lr": 0.3, "weight_decay": 0.02} | wanted).items():
+        assert built.param_groups[0][name] == value
+    still = outer_optimizer(settings.changed({"outer_momentum": 0}))
+    assert still([torch.nn.Parameter(torch.zeros(2))]) is not None
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("method", METHODS)
 def test_the_schedule_follows_the_clock_and_mixing_steps_are_ticks(method):
@@ -118,6 +216,74 @@ def test_the_schedule_follows_the_clock_and_mixing_steps_are_ticks(method):
         expected = 0.1 * learning_rate_factor(settings, 100, opt.clock)
         assert opt.param_groups[0]["lr"] == pytest.approx(expected)
     assert (opt.gradient_steps < opt.clock) == (method == "palsgd")
+
+
+# -- settings that change with the clock -----------------------------------------------------------
+
+
+def test_a_setting_changes_at_steps_or_along_a_course():
+    pieces = function_of_clock("mix_rate", "0:16,10:8,20:0", steps=100)
+    assert [pieces(clock) for clock in (0, 9, 10, 19, 20, 99)] == [16, 16, 8, 8, 0, 0]
+    line = function_of_clock("pull", "linear:0.5..0.1", steps=5)
+    assert [line(clock) for clock in range(6)] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1, 0.1])
+    cosine = function_of_clock("pull", "cosine:0.5..0", steps=101)
+    assert [cosine(clock) for clock in (0, 50, 100)] == pytest.approx([0.5, 0.25, 0.0])
+    assert cosine(25) == pytest.approx(0.25 * (1 + math.cos(math.pi / 4)))
+
+
+def test_a_list_of_values_may_have_some_that_change():
+    assert separated("8,0:16,1000:8,2,cosine:1..0") == ["8", "0:16,1000:8", "2", "cosine:1..0"]
+    assert separated("0:1,5:2,0:3,5:4") == ["0:1,5:2", "0:3,5:4"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("name", "text"), [("mix_rate", "0:0.5,16:2"), ("mix_rate", "cosine:2..0"), ("pull", "0:1")]
+)
+def test_mixing_steps_are_as_strong_as_the_setting_says_at_their_clock(name, text):
+    settings = base.changed(
+        {name: text, "mix_prob": 0.5, "sync_every": 8, "lr": 0.1, "schedule": "cosine"}
+    )
+    opt, seen = build_optimizer(settings, 32, model := torch.nn.Linear(3, 1)), {}
+    opt.on(Mixed, lambda event: seen.__setitem__(opt.clock, (event.steps, event.weight_max)))
+    assert opt.config[name] == text
+    while opt.clock < 32:
+        model(torch.ones(2, 3)).sum().backward()
+        opt.step()
+    value = function_of_clock(name, text, 32)
+    assert seen
+    for clock, (steps, weight) in seen.items():  # the clock after the last of its steps
+        clocks = range(clock - steps, clock)
+        lrs = [0.1 * learning_rate_factor(settings, 32, c) for c in clocks]
+        eta = [lr * value(c) / 0.5 for lr, c in zip(lrs, clocks, strict=True)]
+        pull = [1 - (1 - value(c)) ** (1 / (0.5 * 8)) for c in clocks]
+        assert weight == pytest.approx(max(eta if name == "mix_rate" else pull))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("method", ["palsgd", "diloco", "localsgd", "slowmo"])
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("0:4,12:8", [14, 22, 30, 38, 40]),
+        # alpha / lr is 3 up to step 20 and 6 from then on: rounds of 9, then of 36, cut by the end
+        ("qsr:4:0.3", [19, 28, 40]),
+        ("qsr:12:0.3", [22, 40]),
+    ],
+)
+def test_rounds_are_as_long_as_the_rule_says_when_they_begin(method, rule, expected):
+    settings = base.changed(
+        {"method": method, "sync_every": rule, "warmup_steps": 10, "lr": 0.1, "momentum": 0,
+         "schedule": "step", "schedule_every": 20, "schedule_factor": 0.5, "pull": 0.1}
+    )  # fmt: skip
+    opt, seen = build_optimizer(settings, 40, model := torch.nn.Linear(3, 1)), []
+    opt.on(Synced, lambda event: seen.append(opt.clock))
+    for _ in palsgd.until([0], opt, steps=40):
+        model(torch.ones(2, 3)).sum().backward()
+        opt.step()
+    assert seen == expected
+    told = forecast(settings.changed({"steps": 40}))
+    assert [clock for clock, _ in told.schedule.exchanges(40, start=10)] == expected
 
 
 def test_parts_of_a_batch_are_its_parts():

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from palsgd.checks import check_int
+from palsgd.lab.factory import learning_rate, outer_momentum
 from palsgd.lab.forecast import Forecast, forecast
 from palsgd.lab.methods import plain_local, takes_outer
 from palsgd.lab.report import formats
@@ -53,11 +54,19 @@ def headline(ahead: Forecast) -> Text:
         name = "warm-up, " if ahead.row.rounds else ""
         phases.append(f"{_count(ahead.warmup, 'step')} of {name}DDP (each an all-reduce)")
     if ahead.rounds:
-        H = ahead.sync_every
-        phases.append(f"{_count(ahead.rounds, 'round')} of {H:,} ({_sync(settings)})")
+        phases.append(f"{_count(ahead.rounds, 'round')} of {_lengths(ahead)} ({_sync(settings)})")
     what = f"{settings.method} on {settings.workload}, {_count(settings.workers, 'worker')}"
     text = f"{what}, {_count(ahead.steps, 'step')}: {', then '.join(phases)}"
     return Text(text, style="bold")
+
+
+def _lengths(ahead: Forecast) -> str:
+    """H, or between which numbers it changes."""
+    lengths = [span.length for span in ahead.schedule.spans]
+    if len(lengths) == 1:
+        return f"{lengths[0]:,}"
+    rule = ahead.settings.sync_every
+    return f"{min(lengths):,} to {max(lengths):,} steps by sync_every={rule}"
 
 
 def _sync(settings: Settings) -> str:
@@ -150,8 +159,10 @@ def pull(ahead: Forecast) -> Iterator[str]:
         return
     low, high = ahead.betas
     pull = ahead.method.pull
+    if callable(pull) or callable(ahead.method.mix_rate):
+        yield _changing_pull(ahead)
+        return
     if pull is not None:
-        assert not callable(pull)  # settings of the lab are numbers
         yield (
             f"beta = 1 - (1 - pull)^(1 / (mix_prob * {ahead.sync_every})) = {high:.3g}: the share "
             "of the way back to the last global model that a mixing step goes, so that the mixing "
@@ -163,6 +174,22 @@ def pull(ahead: Forecast) -> Iterator[str]:
         f"beta = lr * mix_rate / mix_prob = {high:.3g}{later}: the share of the way back to the "
         "last global model that a mixing step goes; it must not exceed 1, so mix_rate must not "
         f"exceed {ahead.mix_prob / ahead.learning_rates[1]:.4g}"
+    )
+
+
+def _changing_pull(ahead: Forecast) -> str:
+    assert isinstance(ahead.method, PALSGDMethod)
+    name = "mix_rate" if ahead.method.pull is None else "pull"
+    beta = {
+        "mix_rate": "lr * mix_rate / mix_prob",
+        "pull": "1 - (1 - pull)^(1 / (mix_prob * H))",
+    }[name]
+    clocks = (ahead.warmup, ahead.steepest, ahead.steps - 1)
+    values = ", ".join(f"{ahead.beta_at[c]:.3g} at step {c:,}" for c in sorted(set(clocks)))
+    return (
+        f"{name}={getattr(ahead.settings, name)} changes with the clock. beta = {beta} is "
+        f"{values}, {ahead.betas[1]:.3g} at most: the share of the way back to the last global "
+        "model that a mixing step goes; it must not exceed 1"
     )
 
 
@@ -189,13 +216,13 @@ def _about_rounds(ahead: Forecast) -> Iterator[str]:
             f"the end; use sync_every <= {ahead.local // 2 or 1}"
         )
         return
-    if rest := ahead.local % H:
+    if (rest := ahead.local % H) and not settings.rounds_differ:
         differ = ", of which some workers may mix in more than others" if ahead.mix_prob else ""
         yield (
             f"steps={ahead.steps} is not warmup_steps plus a multiple of sync_every={H}: the last "
             f"round has {_count(rest, 'step')}{differ}; use steps={ahead.steps - rest + H}"
         )
-    momentum = settings.outer_momentum if settings.outer != "adam" else 0.0
+    momentum = outer_momentum(settings)
     needed = round(3 / (1 - momentum)) if 0 < momentum < 1 else 0
     if takes_outer(ahead.row) and ahead.rounds < needed:
         yield (
@@ -206,13 +233,14 @@ def _about_rounds(ahead: Forecast) -> Iterator[str]:
 
 
 def _about_mixing(ahead: Forecast) -> Iterator[str]:
-    settings, p, H = ahead.settings, ahead.mix_prob, ahead.sync_every
+    settings, p, clock = ahead.settings, ahead.mix_prob, ahead.steepest
     assert isinstance(ahead.method, PALSGDMethod)
-    lr, beta = ahead.learning_rates[1], ahead.betas[1]
+    H, beta = ahead.schedule.length(clock), ahead.beta_at[clock]
+    lr = learning_rate(settings, ahead.steps, clock)
     in_a_round, name = round_pull(beta, p, H), "mix_rate" if ahead.method.pull is None else "pull"
-    better = f"{0.2 * p / lr:.2g}" if name == "mix_rate" else f"{DEFAULT_PULL:g}"
+    better = f"{0.2 * p / lr:.2g}" if name == "mix_rate" and lr else f"{DEFAULT_PULL:g}"
     try:
-        ahead.method.check_step([lr], ahead.warmup, H)
+        ahead.method.check_step([lr], clock, H)
     except ValueError as refusal:
         yield f"refused: {refusal}"
     else:

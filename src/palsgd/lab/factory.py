@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import palsgd
 from palsgd import registry
-from palsgd.lab.methods import own_settings, takes_outer
-from palsgd.lab.settings import Settings
+from palsgd.lab.methods import method_of, own_settings, takes_outer
+from palsgd.lab.rounds import ChangingRounds, round_lengths
+from palsgd.lab.settings import IN_EPOCHS, Settings
 from palsgd.optimizer import builder_of
 from palsgd.outer import OuterFactory
 
@@ -33,14 +35,32 @@ def build_optimizer(
     }
     row = registry.row(settings.method)
     if row.rounds:
-        names = ("sync_every", "warmup_steps", "compress", "delay", "fragments", "seed")
+        names = ("warmup_steps", "compress", "delay", "fragments", "seed")
         shared |= {name: getattr(settings, name) for name in names}
         if row.mixes:
             shared["draws"] = settings.draws
         if takes_outer(row):
             shared["outer"] = outer_optimizer(settings)
-    build = builder_of(row)
-    return build(model, inner_optimizer(settings, model), **own_settings(settings), **shared)
+            if settings.outer_schedule != "constant":
+                factor = outer_learning_rate_factor(settings, steps)
+                shared["outer_scheduler"] = partial(LambdaLR, lr_lambda=factor)
+    inner = inner_optimizer(settings, model)
+    if row.rounds and settings.rounds_differ:
+        return _with_changing_rounds(settings, steps, model, inner, shared)
+    if row.rounds:
+        shared["sync_every"] = settings.sync_every
+    return builder_of(row)(model, inner, **own_settings(settings, steps), **shared)
+
+
+def _with_changing_rounds(
+    settings: Settings, steps: int, model: nn.Module, inner: Optimizer, shared: dict[str, Any]
+) -> palsgd.LocalOptimizer:
+    row, lengths = registry.row(settings.method), lengths_of_rounds(settings, steps)
+    if row.outer is not None and not row.fixed_outer:
+        shared.setdefault("outer", row.outer())
+    rounds = ChangingRounds(rule=str(settings.sync_every), lengths=lengths)
+    method = [method_of(settings, steps), rounds]
+    return palsgd.LocalOptimizer(model, inner, method, sync_every=lengths[0], **shared)
 
 
 def inner_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
@@ -53,22 +73,77 @@ def inner_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
 
 
 def outer_optimizer(settings: Settings) -> OuterFactory:
-    lr, momentum = settings.outer_lr, settings.outer_momentum
-    if settings.outer == "nesterov":
-        return palsgd.nesterov(lr=lr, momentum=momentum)
-    if settings.outer == "sgd":
-        return partial(torch.optim.SGD, lr=lr, momentum=momentum)
-    return partial(torch.optim.Adam, lr=lr)
+    common: dict[str, Any] = {
+        "lr": settings.outer_lr,
+        "weight_decay": settings.outer_weight_decay,
+        "fused": True,
+    }
+    if settings.outer in ("adam", "adamw"):
+        kind = torch.optim.AdamW if settings.outer == "adamw" else torch.optim.Adam
+        return partial(kind, **common)
+    momentum = outer_momentum(settings)
+    nesterov = settings.outer == "nesterov" and momentum != 0  # torch refuses it without momentum
+    return partial(torch.optim.SGD, momentum=momentum, nesterov=nesterov, **common)
+
+
+def outer_momentum(settings: Settings) -> float:
+    """That of the outer optimizer; 0 for those that have none."""
+    return settings.outer_momentum if settings.outer in ("nesterov", "sgd_m") else 0.0
+
+
+def learning_rate(settings: Settings, steps: int, clock: int) -> float:
+    return settings.lr * learning_rate_factor(settings, steps, clock)
 
 
 def learning_rate_factor(settings: Settings, steps: int, clock: int) -> float:
-    """Linear warm-up, then constant or half a cosine down to zero."""
-    if clock < settings.lr_warmup_steps:
-        return (clock + 1) / (settings.lr_warmup_steps + 1)
-    if settings.schedule == "constant":
+    """Linear warm-up, then the schedule. A cosine begins where the warm-up ends; the steps of
+    schedule=step count from the beginning of the run."""
+    _check_in_steps(settings)
+    warmup = settings.lr_warmup_steps
+    if clock < warmup:
+        return (clock + 1) / (warmup + 1)
+    return _factor(settings, settings.schedule, steps, clock)
+
+
+def outer_learning_rate_factor(settings: Settings, steps: int) -> Callable[[int], float]:
+    """A function of the round: the schedule at the step with which the round begins. At the step
+    with which it ends, a cosine would be 0 for the last round."""
+    _check_in_steps(settings)
+    starts = _round_starts(settings, steps)
+    return lambda round: _factor(settings, settings.outer_schedule, steps, starts(round))
+
+
+def _round_starts(settings: Settings, steps: int) -> Callable[[int], int]:
+    first = settings.warmup_steps
+    if not settings.rounds_differ:
+        return lambda round: first + round * int(settings.sync_every)
+    starts = list(accumulate(lengths_of_rounds(settings, steps), initial=first))
+    return lambda round: starts[min(round, len(starts) - 1)]
+
+
+def _factor(settings: Settings, schedule: str, steps: int, clock: int) -> float:
+    if schedule == "constant":
         return 1.0
-    done = (clock - settings.lr_warmup_steps) / max(1, steps - settings.lr_warmup_steps)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    if schedule == "step":
+        assert settings.schedule_every is not None
+        return settings.schedule_factor ** (clock // settings.schedule_every)
+    warmup = settings.lr_warmup_steps
+    done = (clock - warmup) / max(1, steps - warmup)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, max(0.0, done))))
+
+
+def _check_in_steps(settings: Settings) -> None:
+    for name, in_epochs in IN_EPOCHS[1:]:
+        if getattr(settings, in_epochs) and not getattr(settings, name):
+            raise ValueError(
+                f"{in_epochs}={getattr(settings, in_epochs):g} is not known in steps; use "
+                "settings.in_steps(examples)"
+            )
+
+
+def lengths_of_rounds(settings: Settings, steps: int) -> tuple[int, ...]:
+    """H of every round, where it changes with the clock."""
+    return round_lengths(settings, steps, partial(learning_rate, settings, steps))
 
 
 def low_precision(

@@ -11,14 +11,15 @@ import torch
 from palsgd import registry
 from palsgd.codecs import find_codec
 from palsgd.lab import workloads
-from palsgd.lab.factory import learning_rate_factor
+from palsgd.lab.clock_values import Pieces, parse
+from palsgd.lab.factory import learning_rate, lengths_of_rounds
 from palsgd.lab.methods import method_of
 from palsgd.lab.settings import Settings
 from palsgd.method import Facts, Method
 from palsgd.methods.palsgd import step_beta
 from palsgd.payload import MethodSize, ModelSize, PayloadSize, wire_bytes
 from palsgd.registry import Row
-from palsgd.schedule import Schedule
+from palsgd.schedule import Schedule, Span
 
 NOMINAL = ModelSize(parameters=10**7)  # of a model whose size is not known, for shares of bytes
 
@@ -111,21 +112,45 @@ class Forecast:
         """The lowest and highest of the local phase: schedules rise, then fall."""
         peak = min(max(self.warmup, self.settings.lr_warmup_steps), self.steps - 1)
         clocks = (self.warmup, peak, self.steps - 1)
-        rates = [
-            self.settings.lr * learning_rate_factor(self.settings, self.steps, clock)
-            for clock in clocks
-        ]
+        rates = [learning_rate(self.settings, self.steps, clock) for clock in clocks]
         return min(rates), max(rates)
 
     @property
     def betas(self) -> tuple[float, float]:
         """The smallest and the largest weight of a mixing step, also where it is refused."""
-        eta, pull = self.settings.mix_rate, getattr(self.method, "pull", None)
+        return min(self.beta_at.values()), max(self.beta_at.values())
+
+    @cached_property
+    def beta_at(self) -> dict[int, float]:
+        """The weight of a mixing step at many clocks of the local phase, also where it is refused.
+        Clocks at which a setting changes and the one before are among them."""
+        evenly = np.linspace(self.warmup, self.steps - 1, num=min(self.local, 500), dtype=int)
+        marks = [self.settings.lr_warmup_steps, *self._changes]
+        clocks = {*evenly.tolist(), *marks, *(mark - 1 for mark in marks)}
+        return {c: self._beta(c) for c in sorted(clocks) if self.warmup <= c < self.steps}
+
+    @property
+    def steepest(self) -> int:
+        """The clock at which a mixing step has the largest weight."""
+        return max(self.beta_at, key=self.beta_at.__getitem__)
+
+    @property
+    def _changes(self) -> list[int]:
+        """The clocks at which mix_rate, pull or H change at once."""
+        found = [span.start for span in self.schedule.spans[1:]]
+        for name in ("mix_rate", "pull"):
+            value = getattr(self.settings, name)
+            rule = parse(name, value) if isinstance(value, str) else None
+            found += [start for start, _ in rule.pieces] if isinstance(rule, Pieces) else []
+        return found
+
+    def _beta(self, clock: int) -> float:
+        pull, eta = (getattr(self.method, name, None) for name in ("pull", "mix_rate"))
         if pull is not None:
-            beta = step_beta(pull, self.mix_prob, self.sync_every)
-            return beta, beta
-        low, high = (lr * (eta or 0.0) / self.mix_prob for lr in self.learning_rates)
-        return low, high
+            value = pull(clock) if callable(pull) else pull
+            return step_beta(value, self.mix_prob, self.schedule.length(clock))
+        value = eta(clock) if callable(eta) else eta or 0.0
+        return learning_rate(self.settings, self.steps, clock) * value / self.mix_prob
 
     # -- bytes ---------------------------------------------------------------------------------
 
@@ -197,12 +222,13 @@ def forecast(
     DistributedDataParallel averages the gradients of the warm-up."""
     if parameters is not None:
         model = ModelSize(parameters=parameters)
-    steps = settings.total_steps(
-        workloads.kind(settings.workload).examples if examples is None else examples
-    )
+    if examples is None:
+        examples = workloads.kind(settings.workload).examples
+    settings = settings.in_steps(examples)
+    steps = settings.total_steps(examples)
     return Forecast(
         settings=settings,
-        method=method_of(settings),
+        method=method_of(settings, steps),
         steps=steps,
         model=model or model_size(settings.workload, settings.buffers),
         schedule=schedule_of(settings, steps),
@@ -219,6 +245,8 @@ def schedule_of(settings: Settings, steps: int) -> Schedule:
             "sync_every=auto is chosen when training runs, from what it measures; give a number "
             "here"
         )
+    if settings.rounds_differ:
+        return _changing_schedule(settings, steps)
     return Schedule.fixed(
         sync_every=int(settings.sync_every),
         warmup=settings.warmup_steps,
@@ -226,6 +254,17 @@ def schedule_of(settings: Settings, steps: int) -> Schedule:
         delay=settings.delay,
         end=steps,
     )
+
+
+def _changing_schedule(settings: Settings, steps: int) -> Schedule:
+    """A span for each stretch of rounds of one length."""
+    spans: list[Span] = []
+    clock = settings.warmup_steps
+    for round, length in enumerate(lengths_of_rounds(settings, steps)):
+        if not spans or spans[-1].length != length:
+            spans.append(Span(clock, round, length, 0))
+        clock += length
+    return Schedule(spans=tuple(spans), warmup=settings.warmup_steps, end=steps)
 
 
 def model_size(workload: str, buffers: str = "average") -> ModelSize | None:

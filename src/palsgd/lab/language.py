@@ -46,8 +46,8 @@ class TinyStories(Language):
     """TinyStories as a workload's data, which is encoded at first use and kept beside the text."""
 
     examples = 2_119_719
+    context: int  # positions of the model; of a longer story the beginning is read
     held_out = 0.01  # the last stories of the training data
-    context = 256  # longest part of a story that is read, in tokens
 
     def load(self) -> None:
         folder = place_of(self.data, "tinystories")

@@ -4,7 +4,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from palsgd import registry
-from palsgd.lab.settings import Settings, method_setting
+from palsgd.lab.clock_values import function_of_clock
+from palsgd.lab.settings import FIELDS, OF_CLOCK, Settings, method_setting
 from palsgd.method import Method
 from palsgd.outer import nesterov
 from palsgd.registry import Row
@@ -43,21 +44,28 @@ def takes_outer(row: Row) -> bool:
     return row.rounds and not row.fixed_outer and row.outer is nesterov
 
 
-def own_settings(settings: Settings) -> dict[str, Any]:
-    """The settings of the method itself, by the names of its fields."""
+def own_settings(settings: Settings, steps: int | None = None) -> dict[str, Any]:
+    """The settings of the method itself, by the names of its fields. Those that change with the
+    clock do so up to `steps`, which a run that is given in epochs does not know by itself."""
     row, found, given = registry.row(settings.method), {}, settings.as_dict()
     for field in fields(row.method):
         name = method_setting(field.name)
         if given.get(name) is not None:
-            found[field.name] = given[name]
+            found[field.name] = _of_clock(name, given[name], steps or settings.steps or 1)
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"{row.name} needs {name}; add for instance {name}=0.1")
     return found
 
 
-def method_of(settings: Settings) -> Method:
+def _of_clock(name: str, value: Any, steps: int) -> Any:
+    if name in OF_CLOCK and isinstance(value, str):
+        return function_of_clock(name, value, steps)
+    return value
+
+
+def method_of(settings: Settings, steps: int | None = None) -> Method:
     """The rules of the optimizer that is built from these settings."""
-    return registry.row(settings.method).method(**own_settings(settings))
+    return registry.row(settings.method).method(**own_settings(settings, steps))
 
 
 def without_effect(name: str) -> set[str]:
@@ -70,7 +78,7 @@ def without_effect(name: str) -> set[str]:
     if not row.mixes:
         found |= {"draws"}
     if not takes_outer(row):
-        found |= {"outer", "outer_lr", "outer_momentum"}
+        found |= {name for name in FIELDS if name.startswith("outer")}
     if not row.rounds:
         found |= {"sync_every", "warmup_steps", "compress", "delay", "fragments"}
     return found

@@ -14,7 +14,7 @@ from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
 from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import FIELDS, Settings, parsed, setting_name
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed, setting_name
 from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
@@ -103,8 +103,9 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
-    if wanted["steps"] is None:  # given in epochs, resolved in the file
-        del wanted["steps"]
+    for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
+        if wanted[in_epochs] and not wanted[name]:
+            del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
         if then != value and key not in ("checkpoint_every",):
@@ -234,7 +235,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if not (isinstance(chosen, str) and ".." in chosen):
+    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen:
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))

@@ -10,6 +10,7 @@ from typing import Any
 
 from palsgd import registry
 from palsgd.checks import below, check_choice, check_number
+from palsgd.lab import clock_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,14 @@ class Settings:
     batch_size: int = 32  # per worker and gradient
     micro_batches: int = 1  # a gradient is the mean over this many parts of its batch
     sharding: str = "reshuffled"  # which examples a worker sees: fixed, reshuffled or dirichlet:A
+    context: int | None = None  # tokens of a row, for texts; None: the most the model takes
     split: str = "test"  # what is evaluated; choose: held out of the training data, for tuning
 
+    # H and the strength of mixing steps may change with the clock: see clock_values.py.
     sync_every: int | str = 64  # H, or "auto": from what syncs and steps are measured to cost
     mix_prob: float = 0.1  # p
-    mix_rate: float | None = None  # eta; at most one of mix_rate and pull is given
-    pull: float | None = None  # of a round's mixing steps; neither: the library's default
+    mix_rate: float | str | None = None  # eta; at most one of mix_rate and pull is given
+    pull: float | str | None = None  # of a round's mixing steps; neither: the library's default
     warmup_steps: int = 0
     draws: str = "balanced"
     buffers: str = "average"
@@ -42,11 +45,17 @@ class Settings:
     momentum: float = 0.9  # of inner SGD
     weight_decay: float = 0.0
     max_norm: float | None = None  # clipping
-    schedule: str = "constant"  # cosine: to zero at the last step
+    schedule: str = "constant"  # cosine: to zero at the last step; step: see the next three
+    schedule_every: int | None = None  # steps after which lr is multiplied by schedule_factor
+    schedule_every_epochs: float | None = None  # the same in epochs
+    schedule_factor: float = 0.1
     lr_warmup_steps: int = 0  # linear, before the schedule
+    lr_warmup_epochs: float = 0.0  # the same in epochs
     outer: str = "nesterov"
-    outer_lr: float = 0.2
-    outer_momentum: float = 0.9
+    outer_lr: float = 0.2  # for nesterov and sgd_m .1 to .7, for sgd 1, for adam and adamw 1e-3
+    outer_momentum: float = 0.9  # of nesterov and sgd_m
+    outer_weight_decay: float = 0.0
+    outer_schedule: str = "constant"  # of outer_lr, by the clock at which a round begins
 
     target: float | None = None  # the quality that a run is to reach; None: what DDP ends with
     target_on: str = "loss"  # whose quality that is
@@ -65,17 +74,17 @@ class Settings:
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name, (low, high, words) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and (name, value) != ("sync_every", "auto"):
+            for value in _numbers(name, getattr(self, name)):
                 check_number(name, value, words, low=low, high=high)
         check_sharding(self.sharding)
         self._check_what_needs_torch()
         if self.mix_rate is not None and self.pull is not None:
             raise ValueError(
-                f"mix_rate={self.mix_rate:g} and pull={self.pull:g} both say how strong a mixing "
-                "step is; give one of them"
+                f"mix_rate={_shown(self.mix_rate)} and pull={_shown(self.pull)} both say how "
+                "strong a mixing step is; give one of them"
             )
         self._check_batches()
+        self._check_schedules()
 
     def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
@@ -90,6 +99,33 @@ class Settings:
                 f"are ranks_per_worker={self.ranks_per_worker} times "
                 f"micro_batches={self.micro_batches}; choose one that is"
             )
+
+    def _check_schedules(self) -> None:
+        if "step" in (self.schedule, self.outer_schedule) and self._every is None:
+            raise ValueError(
+                "schedule=step needs to know after how many steps the learning rate changes; add "
+                "for instance schedule_every=1000 or schedule_every_epochs=30"
+            )
+        if self.outer_schedule != "constant" and self.sync_every == "auto":
+            raise ValueError(
+                f"outer_schedule={self.outer_schedule} needs to know when rounds begin, which "
+                "sync_every=auto finds out in training; give a number of steps, or leave it out"
+            )
+        for name in ("delay", "fragments"):
+            if self.rounds_differ and getattr(self, name) != FIELDS[name].default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs rounds of one length, and "
+                    f"sync_every={self.sync_every} changes it; leave out one of them"
+                )
+
+    @property
+    def _every(self) -> float | None:
+        return self.schedule_every or self.schedule_every_epochs
+
+    @property
+    def rounds_differ(self) -> bool:
+        """Does sync_every say how H changes with the clock?"""
+        return isinstance(self.sync_every, str) and self.sync_every != "auto"
 
     @property
     def processes(self) -> int:
@@ -116,9 +152,18 @@ class Settings:
         if own:
             values["method_settings"] = {**self.method_settings, **own}
         for name, other in (*_EITHER, *((other, name) for name, other in _EITHER)):
-            if values.get(name) is not None:
-                values.setdefault(other, None)
+            if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+                values.setdefault(other, FIELDS[other].default)
         return replace(self, **values)
+
+    def in_steps(self, examples: int) -> "Settings":
+        """These settings with all that is given in epochs given in steps too."""
+        found: dict[str, Any] = {"steps": self.total_steps(examples)}
+        for name, in_epochs in IN_EPOCHS[1:]:
+            epochs = getattr(self, in_epochs)
+            if epochs and not getattr(self, name):
+                found[name] = max(1, round(epochs * self._epoch_steps(examples)))
+        return replace(self, **found)
 
     def total_steps(self, examples: int) -> int:
         """The clock at the end; an epoch is one pass over `examples` by all workers together."""
@@ -126,6 +171,10 @@ class Settings:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
+        length = max(1, round(self.epochs * self._epoch_steps(examples)))
+        return self._nearest_end_of_a_round(length) if self.whole_rounds else length
+
+    def _epoch_steps(self, examples: int) -> int:
         steps = examples // (self.workers * self.batch_size)
         if steps == 0:
             raise ValueError(
@@ -133,8 +182,7 @@ class Settings:
                 f"batch_size={self.batch_size} take {self.workers * self.batch_size} in each; use "
                 "a smaller batch_size, fewer workers, or --steps"
             )
-        length = max(1, round(self.epochs * steps))
-        return self._nearest_end_of_a_round(length) if self.whole_rounds else length
+        return steps
 
     def _nearest_end_of_a_round(self, steps: int) -> int:
         """A run of less than a round keeps its length. DDP has the same length as the others,
@@ -157,16 +205,23 @@ class Settings:
         return cls(**known, method_settings=own)
 
 
-_EITHER = (("steps", "epochs"), ("mix_rate", "pull"))  # of each pair one is given
+# Of each pair one is given, or none. Where a file has both, the epochs were given.
+IN_EPOCHS = (
+    ("steps", "epochs"),
+    ("lr_warmup_steps", "lr_warmup_epochs"),
+    ("schedule_every", "schedule_every_epochs"),
+)
+_EITHER = (*IN_EPOCHS, ("mix_rate", "pull"))
 CHOICES = {
     "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
-    "buffers": ("average", "local"),
+    "buffers": ("average", "local", "recompute"),
     "split": ("test", "choose"),
     "target_on": ("loss", "metric", "train_loss", "train_metric"),
     "inner": ("sgd", "adam", "adamw"),
-    "schedule": ("constant", "cosine"),
-    "outer": ("nesterov", "sgd", "adam"),
+    "schedule": ("constant", "cosine", "step"),
+    "outer": ("nesterov", "sgd", "sgd_m", "adam", "adamw"),
+    "outer_schedule": ("constant", "cosine", "step"),
     "precision": ("fp32", "tf32", "bf16"),
 }
 # Strict limits, and the range in words
@@ -174,24 +229,26 @@ _COUNT = (below(1), math.inf, "at least 1")
 _NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
 _POSITIVE = (0.0, math.inf, "a number > 0")
 _SHARE = (below(0), 1.0, "in [0, 1)")
-_PULL = (below(0), math.nextafter(1.0, 2.0), "in [0, 1]")
+_UP_TO_ONE = (below(0), math.nextafter(1.0, 2.0), "in [0, 1]")
 RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("workers", "ranks_per_worker", "steps", "batch_size"), _COUNT),
-    **dict.fromkeys(("micro_batches", "sync_every"), _COUNT),
+    **dict.fromkeys(("micro_batches", "sync_every", "context", "schedule_every"), _COUNT),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
     **dict.fromkeys(("lr", "outer_lr", "mix_rate", "margin"), _NOT_NEGATIVE),
     "target": (-math.inf, math.inf, "a finite number"),
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
-    **dict.fromkeys(("epochs", "max_norm"), _POSITIVE),
-    "pull": _PULL,
+    **dict.fromkeys(("epochs", "max_norm", "schedule_every_epochs"), _POSITIVE),
+    **dict.fromkeys(("lr_warmup_epochs", "outer_weight_decay"), _NOT_NEGATIVE),
+    **dict.fromkeys(("pull", "schedule_factor"), _UP_TO_ONE),
 }
 FIELDS = {each.name: each for each in fields(Settings) if each.name != "method_settings"}
 # Fields above that are a method's own where it has one of that name. Any other setting of a method
 # whose name is that of a field above (a method's own lr, say) is written with this prefix.
 OF_METHODS = ("mix_prob", "mix_rate", "pull")
 PREFIX = "method."
+OF_CLOCK = ("sync_every", "mix_rate", "pull")  # fields that may change with the clock
 
 
 def check_sharding(text: str) -> float | None:
@@ -209,6 +266,19 @@ def check_sharding(text: str) -> float | None:
             "(small: few classes for each worker), such as dirichlet:0.3"
         )
     return found
+
+
+def _numbers(name: str, value: Any) -> tuple[Any, ...]:
+    """The numbers that a field's value has: none, one, or those that it changes between."""
+    if value is None or (name, value) == ("sync_every", "auto"):
+        return ()
+    if name in OF_CLOCK and isinstance(value, str):
+        return clock_values.parse(name, value).values
+    return (value,)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def setting_name(name: str) -> str:
@@ -229,7 +299,7 @@ def parsed(name: str, value: Any) -> Any:
         return value
     if type(None) in kinds and value.lower() == "none":
         return None
-    if (name, value) == ("sync_every", "auto"):
+    if (name, value) == ("sync_every", "auto") or (name in OF_CLOCK and ":" in value):
         return value
     kind = next(k for k in kinds if k is not type(None))
     if kind is bool:

@@ -15,7 +15,7 @@ from palsgd.lab.factory import (
     MeanNorm,
     agreement,
     build_optimizer,
-    learning_rate_factor,
+    learning_rate,
     low_precision,
 )
 from palsgd.lab.run_folder import RunFolder
@@ -45,6 +45,7 @@ class SimulatedRun:
     """One simulated run: the arguments for simulate_many, and the writing of its files."""
 
     def __init__(self, settings: Settings, workload: Workload, folder: RunFolder):
+        settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
         self.steps = settings.total_steps(workload.examples)
         self.every = settings.evaluate_every or max(1, self.steps // 20)
@@ -144,7 +145,7 @@ class SimulatedRun:
         return found
 
     def _lr(self, clock: int) -> float:
-        return self.settings.lr * learning_rate_factor(self.settings, self.steps, clock)
+        return learning_rate(self.settings, self.steps, clock)
 
 
 def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto") -> None:

@@ -25,7 +25,7 @@ from palsgd.lab.factory import (
     MeanNorm,
     agreement,
     build_optimizer,
-    learning_rate_factor,
+    learning_rate,
     low_precision,
 )
 from palsgd.lab.provenance import provenance
@@ -55,6 +55,7 @@ class Trainer:
     ):
         """`command` is what config.yaml names as the command line; by default this process's."""
         self._command = command
+        settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
@@ -192,7 +193,7 @@ class Trainer:
                 "syncs": ledger.syncs,
                 "loss_sum": loss_sum,
                 "losses": self._losses,
-                "lr": settings.lr * learning_rate_factor(settings, self.steps, clock),
+                "lr": learning_rate(settings, self.steps, clock),
                 "distance": 0.0 if warming_up else ledger.distance,
                 "mean_norm": self._mean_norm.take(),
             }
@@ -385,7 +386,7 @@ def start_line(settings: Settings, steps: int, workers: int) -> dict[str, Any]:
     zeros = dict.fromkeys(("step", "gradient_steps", "time_s", "bytes_sent", "syncs"), 0)
     return zeros | {
         "train_loss": None,
-        "lr": settings.lr * learning_rate_factor(settings, steps, 0),
+        "lr": learning_rate(settings, steps, 0),
         "distance": [0.0] * workers,
         "agreement": None,
     }

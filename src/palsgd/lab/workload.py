@@ -27,6 +27,7 @@ class Workload(ABC):
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found.
     examples: int
+    context: int | None = None  # tokens of a row; of a class: the most, None where nothing is cut
     held_out: ClassVar[float] = 0.1  # share of the training data that split=choose evaluates on
     floor: float | None = None  # the lowest expected loss any model can reach, where known
 
@@ -38,20 +39,36 @@ class Workload(ABC):
         seed: int = 2023,
         sharding: str = "reshuffled",
         split: str = "test",
+        context: int | None = None,
         download: bool = False,
         progress: Progress | None = None,
     ):
         """`data` is a folder, for workloads that need files; `download` fetches missing ones.
-        `sharding` and `split` are as in the settings of a run."""
+        `sharding`, `split` and `context` are as in the settings of a run."""
         self.data, self.device, self.seed = data, torch.device(device), seed
         if sharding.startswith("dirichlet") and not self.labelled:
             raise ValueError(
                 f"sharding={sharding} deals out examples by their labels, and those of {self.name} "
                 "have none; use fixed or reshuffled"
             )
+        if context is not None:
+            self._check_context(context)
+            self.context = context
         self.sharding, self.split = sharding, split
         self.download, self.progress = download, progress
         self.load()
+
+    def _check_context(self, context: int) -> None:
+        if self.context is None:
+            raise ValueError(
+                f"context={context} is for texts that are cut, and {self.name} has none; leave it "
+                "out"
+            )
+        if context > self.context:
+            raise ValueError(
+                f"context={context} is more than the {self.context} positions of the model of "
+                f"{self.name}; use context <= {self.context}"
+            )
 
     @abstractmethod
     def load(self) -> None:

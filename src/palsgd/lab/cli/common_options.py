@@ -35,12 +35,23 @@ RanksPerWorker = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
 SyncEvery = Annotated[
-    str | None, typer.Option(help="H, or auto: by what a sync costs.", show_default="the recipe's")
+    str | None,
+    typer.Option(
+        help="H; or auto: by what a sync costs; or how it changes: 0:16,1000:64, or qsr:16:0.05 "
+        "for max(16, (0.05 / lr)^2).",
+        show_default="the recipe's",
+    ),
 ]
 MixProb = Annotated[float | None, typer.Option(help="p.", show_default="the recipe's")]
-MixRate = Annotated[float | None, typer.Option(help="eta.", show_default="the recipe's")]
+MixRate = Annotated[
+    str | None,
+    typer.Option(
+        help="eta, or how it changes: 0:16,1000:8 (at steps) or cosine:16..0.",
+        show_default="the recipe's",
+    ),
+]
 Pull = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         help="Instead of --mix-rate: the share of a round's displacement that its mixing steps "
         "take back.",

@@ -19,6 +19,7 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
+from palsgd.lab.clock_values import separated
 from palsgd.lab.settings import assignments
 
 
@@ -73,5 +74,5 @@ def _swept(values: list[str]) -> dict[str, list[Any]]:
         if "=" not in text:
             found |= workloads.grid(text)
         else:
-            found |= {name: value.split(",") for name, value in assignments([text]).items()}
+            found |= {name: separated(value) for name, value in assignments([text]).items()}
     return found

@@ -122,6 +122,7 @@ def compute_seconds(settings: Settings, workload: Workload) -> float:
     net = workload.model().to(workload.device)
     local = {"method": plain_local().name, "compress": None, "delay": 0, "fragments": 1}
     never = settings.changed(local | {"sync_every": 10**6, "warmup_steps": 0})
+    never = never.in_steps(workload.examples)
     opt = build_optimizer(never, COMPUTE_STEPS, net)
     for step in range(COMPUTE_STEPS):
         if step == COMPUTE_STEPS // 5:

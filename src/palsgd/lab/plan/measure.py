@@ -30,6 +30,7 @@ def measure(settings: Settings, *, data: str | None, device: str) -> Measured:
     place = chosen_device(device)
     own = workloads.data_settings(settings)
     workload = workloads.load(settings.workload, data=data, device=place, **own)
+    settings = settings.in_steps(workload.examples)
     torch.manual_seed(settings.seed)
     model = workload.model().to(place)
     method = plain_local().name

@@ -43,19 +43,20 @@ def load(
     seed: int = 2023,
     sharding: str = "reshuffled",
     split: str = "test",
+    context: int | None = None,
     download: bool = False,
     progress: "Progress | None" = None,
 ) -> "Workload":
     """The workload `name`, its data ready on `device`."""
     return kind(name)(
-        data=data, device=device, seed=seed, sharding=sharding, split=split, download=download,
-        progress=progress,
+        data=data, device=device, seed=seed, sharding=sharding, split=split, context=context,
+        download=download, progress=progress,
     )  # fmt: skip
 
 
 def data_settings(settings: "Settings") -> dict[str, Any]:
     """The settings that say what data a run sees, as `load` takes them."""
-    return {name: getattr(settings, name) for name in ("seed", "sharding", "split")}
+    return {name: getattr(settings, name) for name in ("seed", "sharding", "split", "context")}
 
 
 def recipe(name: str) -> "Settings":

@@ -19,6 +19,7 @@ SEARCH = small.SEARCH
 
 class TinyStoriesGPTNeo125M(TinyStories):
     name = "tinystories-gptneo-125m"
+    context = 1024  # rows of 300 tokens, as the paper's released code has them, cost a third
 
     def model(self) -> nn.Module:
         return GPTNeo(vocab=50257, positions=1024, hidden=768, heads=12, layers=12)

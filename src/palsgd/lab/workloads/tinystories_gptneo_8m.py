@@ -46,6 +46,7 @@ SEARCH = {
 
 class TinyStoriesGPTNeo8M(TinyStories):
     name = "tinystories-gptneo-8m"
+    context = 300
 
     def model(self) -> nn.Module:
         return GPTNeo(vocab=50257, positions=300, hidden=128, heads=8, layers=8)

@@ -1,0 +1,103 @@
+"""timing.json of a collection: what was measured, in which turn, for which runs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palsgd.lab.run_folder import write_json
+from palsgd.lab.timing.pace import PARTS, Pace
+
+NAME = "timing.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What one program took, in seconds; a list has an entry per repetition. Runs that differ in
+    nothing that takes time are one program."""
+
+    runs: tuple[str, ...]  # their folders, in the collection's
+    warmup: int | None  # steps of the warm-up; None: no step is local, as under DDP
+    step_s: list[float]  # a gradient step, with no exchange
+    averaging: list[list[float]] | None  # a step that averages gradients, by PARTS
+    local: list[list[float]] | None  # a step of the local phase, a share of a sync included
+    mixing_s: float  # a mixing step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Programs whose blocks were taken in turn by the same processes."""
+
+    link: str | None  # that was emulated; None: the network between the processes as it is
+    backend: str
+    machine: str
+    repetitions: int
+    programs: tuple[Timed, ...]
+
+    def program(self, run: str) -> Timed | None:
+        return next((each for each in self.programs if run in each.runs), None)
+
+    def pace(self, run: str) -> Pace | None:
+        """The pace of a run; None where it was not timed."""
+        timed = self.program(run)
+        if timed is None:
+            return None
+        steps = {
+            name: np.array(rows)
+            for name, rows in (("averaging", timed.averaging), ("local", timed.local))
+            if rows is not None
+        }
+        warmup = np.inf if timed.warmup is None else timed.warmup
+        return Pace(kind="measured", source=self.source, warmup=warmup, **steps)
+
+    @property
+    def source(self) -> str:
+        where = f"over an emulated link, {self.link}" if self.link else f"by {self.backend}"
+        return f"measured {where}, {self.repetitions} interleaved blocks each, on {self.machine}"
+
+
+def read(folder: Path) -> list[Session]:
+    """The sessions of a collection, the last one first; none where nothing was measured."""
+    path = folder / NAME
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["schema"] != SCHEMA or found["parts"] != list(PARTS):
+            raise ValueError(f"has schema {found['schema']}, this palsgd reads {SCHEMA}")
+        return [_session(each) for each in reversed(found["sessions"])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); delete it, and time is the runs' own"
+        ) from None
+
+
+def _session(values: Mapping[str, Any]) -> Session:
+    programs = tuple(
+        Timed(**{**each, "runs": tuple(each["runs"])})  # type: ignore[arg-type]
+        for each in values["programs"]
+    )
+    return Session(**{**values, "programs": programs})
+
+
+def session_of(folder: Path) -> Session | None:
+    """The last session in which the run in this folder was timed."""
+    return next((each for each in read(folder.parent) if each.program(folder.name)), None)
+
+
+def untimed(folders: Sequence[Path]) -> bool:
+    """Is there a run among them whose steps were never timed?"""
+    return any(session_of(folder) is None for folder in folders)
+
+
+def add(folder: Path, session: Session) -> None:
+    """Write the session behind those that are there."""
+    sessions = [*reversed(read(folder)), session]
+    write_json(
+        folder / NAME,
+        {"schema": SCHEMA, "parts": list(PARTS), "sessions": [asdict(each) for each in sessions]},
+    )
