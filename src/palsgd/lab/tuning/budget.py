@@ -19,7 +19,7 @@ def with_gradients(settings: Settings, gradients: int) -> Settings:
         return settings.changed({"steps": gradients})
     if isinstance(settings.sync_every, str):
         raise ValueError(
-            f"sync_every={settings.sync_every} changes while a run goes on, so its gradients cannot "
+            f"sync_every={settings.sync_every} changes in a run, so its gradients cannot "
             "be counted beforehand; give a number"
         )
     in_a_round = settings.sync_every * method_of(settings).gradient_share
