@@ -15,6 +15,7 @@ _PAPER = Settings(
     workload="cifar10-vgg16", workers=4, epochs=200, batch_size=128, sync_every=128, mix_prob=0.05,
     mix_rate=0.25, warmup_steps=2048, inner="sgd", lr=0.05, weight_decay=1e-4, outer_lr=0.8,
     schedule="cosine", lr_warmup_steps=10 * (50_000 // (4 * 128)),  # ten epochs
+    whole_rounds=True,
 )  # fmt: skip
 _SCALING = replace(_PAPER, batch_size=256, schedule="constant", lr_warmup_steps=0)
 # More workers have fewer rounds, 22, 11 and 5, in which less outer momentum can build up; the paper
@@ -32,6 +33,16 @@ GRIDS = {
     # not their product: at this lr, p = .02 with eta = .5 would overshoot the anchor (beta 1.25)
     "cifar10-vgg16/p": {"mix_prob": [0.02, 0.05, 0.1]},
     "cifar10-vgg16/eta": {"mix_rate": [0.1, 0.25, 0.5]},
+}
+# lr, outer_lr and p have the paper's ranges.
+SEARCH = {
+    "lr": (0.025, 0.075),
+    "schedule": ["cosine", "constant"],
+    "sync_every": [64, 128],
+    "outer_lr": (0.2, 1.6),
+    "outer_momentum": [0.5, 0.9],
+    "mix_prob": [0.05, 0.1],
+    "pull": (0.05, 0.6),
 }
 
 
