@@ -22,7 +22,7 @@ from palsgd.lab.provenance import provenance
 from palsgd.lab.run_folder import RunFolder, plain, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
-from palsgd.lab.timeline import Timeline
+from palsgd.lab.timeline import Timeline, joined
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
@@ -90,7 +90,7 @@ class Trainer:
         dist.all_gather_object(spans, self._timeline.spans())
         if self.rank == 0:
             first_ranks = spans[:: self.settings.ranks_per_worker]
-            self.folder.append("timeline", [span for each in first_ranks for span in each])
+            self.folder.append("timeline", joined(first_ranks))
             self._finish()
         dist.barrier()
 

@@ -56,7 +56,7 @@ class Panel:
 class Section:
     """One section. The template shows its attributes."""
 
-    def __init__(self, number: int, runs: list[Run], figures: Path | None):
+    def __init__(self, number: int, runs: list[Run], figures: Path | None, link: str | None = None):
         self.number, self.runs, self.figures = number, runs, figures
         self.points: dict[str, Any] = {}  # what the tooltips show
         self.workload = self.runs[0].workload
@@ -64,7 +64,7 @@ class Section:
         self.groups: list[Group] = group(self.runs)
         self.line_styles: list[LineStyle] = line_styles(self.groups)
         self.labels = [each.label for each in self.groups]
-        self.comparison = Comparison(self.groups)
+        self.comparison = Comparison(self.groups, link)
         words = dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
         if any(line["time_s"] is None for run in self.runs for line in run.lines):
             del words["time_s"]  # simulated runs have no seconds
