@@ -26,7 +26,7 @@ class Result:
     """What was run. Without `out=` its files live as long as this object."""
 
     folder: Path
-    failed: Mapping[str, str]  # runs that ended early by themselves, with the reason
+    failed: Mapping[str, str | None]  # runs that ended early by themselves, with the reason
     kept_by: Any = field(default=None, repr=False)
 
     @cached_property
@@ -149,7 +149,7 @@ def _run(
 ) -> Result:
     kept_by = tempfile.TemporaryDirectory(prefix="palsgd-") if out is None else None
     folder = Path(kept_by.name if kept_by is not None else out or "")
-    failed: Mapping[str, str] = {}
+    failed: Mapping[str, str | None] = {}
     try:
         run_all(
             runs, folder, Options(simulate=simulate, **{"quiet": True, **(options or {})}), swept
