@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from palsgd.simulator.batches import moved
 from palsgd.simulator.saved import copy_tensors
-from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD, Step
+from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
 from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
     UnequalBatchesError,
@@ -53,7 +53,9 @@ class StackedWorkers:
         `buffers` likewise by name. Everything else in the module is the same for all workers."""
         self.runs, self.workers, self.count = len(rows), workers, len(rows) * workers
         self._module, self._names, self._inner = module, names, inner
-        self.params = [torch.stack([x.detach() for x in each]) for each in zip(*rows, strict=True)]
+        self.params = [
+            torch.stack([x.detach() for x in each]).contiguous() for each in zip(*rows, strict=True)
+        ]
         self.state = [
             inner.new_state(x, group) for x, group in zip(self.params, group_of, strict=True)
         ]
@@ -97,8 +99,6 @@ class StackedWorkers:
         self.compiled = bool(compiled)
         mode = compiled if isinstance(compiled, str) else None
         build = partial(torch.compile, mode=mode) if compiled else as_it_is
-        # A CUDA graph cannot hold the inner step, as it changes its inputs.
-        self._step: Step = torch.compile(self._inner.step) if compiled else self._inner.step
         own = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
         self._some = own
@@ -239,7 +239,7 @@ class StackedWorkers:
         """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
-            self._step(self.params, grads, columns, self.state)
+            self._inner.step(self.params, grads, columns, self.state, self.compiled)
             return
         index = torch.tensor(who, device=self.device)
         params = [x.index_select(0, index) for x in self.params]
