@@ -96,6 +96,7 @@ def simulate_runs(
             vectorize=vectorize,
             at_once=len(runs) if resume else None,
             progress=False,
+            compile=workload.graphs or None,
             cluster=None
             if settings.cluster is None
             else palsgd.Cluster.parse(settings.cluster, workers=settings.workers),
