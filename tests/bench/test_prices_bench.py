@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "bench"))
-import prices  # noqa: E402
+import prices
 
 
 def row(method="ddp", seed=1, loss=1.0, **fields):
