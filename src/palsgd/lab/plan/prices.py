@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from palsgd.lab import methods
+
 RECORD = Path(__file__).parent / "prices.json"
 
 
@@ -59,10 +61,11 @@ class PriceTable:
         length = self.conditions["steps"]
         if steps < length:
             return unknown(f"DDP's variants were run with {length:,} steps, not with fewer")
+        wanted = methods.baseline().name, gradients, length
         measured = {
             key.accumulate: price
             for key, price in self._entries.items()
-            if (key.method, key.gradients, key.steps) == ("ddp", gradients, length)
+            if (key.method, key.gradients, key.steps) == wanted
         }
         between = _between(sorted(measured), accumulate, log=True)
         if between is None:
