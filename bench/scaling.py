@@ -30,7 +30,7 @@ TIMEOUT_S = 900.0
 
 def draws(*, tiny: bool) -> dict:
     """Waiting under balanced and under independent draws, in eight processes that sleep."""
-    workers, every, p, gradient_s = 8, 64, 0.1, 0.01
+    workers, every, p, gradient_s = 2 if tiny else 8, 64, 0.1, 0.01
     rounds = 5 if tiny else 40
     result: dict = {"workers": workers, "sync_every": every, "mix_prob": p}
     result |= {"gradient_s": gradient_s, "rounds": rounds}
@@ -53,7 +53,7 @@ def draws(*, tiny: bool) -> dict:
 def scaling(rate: str, *, tiny: bool) -> dict:
     """A bare sync at K = 2, 4, 8 against a ring, modelled to 1024."""
     result: dict = {"rate": rate, "measured": {}}
-    for workers in (2, 4) if tiny else (2, 4, 8):
+    for workers in (2, 3) if tiny else (2, 4, 8):
         order = {"size": "tiny" if tiny else "full", "syncs": 3 if tiny else 10}
         ranks = run_workers("bare_sync.py", order, workers=workers, rate=rate, timeout=TIMEOUT_S)
         slowest = [max(times) for times in zip(*(r["sync_s"] for r in ranks), strict=True)]
