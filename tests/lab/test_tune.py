@@ -292,7 +292,7 @@ def test_the_file_says_how_it_came_about(small):
     found = yaml.safe_load(small.path.read_text())
     assert found == small.record
     assert found["trials"] == 4
-    assert found["search"]["lr"] == "0.0005..0.03"
+    assert found["search"]["lr"] == "0.001..0.1"
     assert found["seeds"] == {"search": [12023], "confirmed": [22023, 22024]}
     assert {"commit", "dirty", "command", "palsgd"} <= set(found)
     for own in found["methods"].values():
@@ -333,7 +333,7 @@ def test_finished_points_are_not_run_again(small, monkeypatch):
 
     monkeypatch.setattr("palsgd.lab.run_set.simulate_runs", no_more)
     how = dict(trials=4, seeds=2, out=small.path, **SMALL)
-    again = tune("digits", ["ddp", "palsgd"], resume=True, **how)
+    again = tune("digits", "ddp,palsgd", options={"resume": True}, **how)
     assert again.record["methods"] == small.record["methods"]
     with pytest.raises(ValueError, match="is not empty; add --resume"):
         tune("digits", ["ddp", "palsgd"], **how)
