@@ -17,11 +17,12 @@ def _by_hero(she: str, he: str) -> Slot:
     return Slot([she, he] * 8, follows="hero")
 
 
-# A model learns to repeat the words of one slot after those of another, each suddenly. What comes up
-# again in most stories is learnt early, whatever the seed. What comes up again seldom is learnt late
-# or not at all, and if it is worth some percent of the loss, runs that differ in their seed alone end
-# so far apart. So such slots are drawn anew at each mention, or mentioned once. Of those that are left
-# `sad` and `colour` are worth half a percent each, and `food` comes up several times if at all.
+# A model learns to repeat the words of one slot after those of another, each suddenly. What comes
+# up again in most stories is learnt early, whatever the seed. What comes up again seldom is learnt
+# late or not at all, and if it is worth some percent of the loss, runs that differ in their seed
+# alone end so far apart. So such slots are drawn anew at each mention, or mentioned once. Of those
+# that are left `sad` and `colour` are worth half a percent each, and `food` comes up several times
+# if at all.
 SLOTS = {
     "hero": _remembered("lily tom mia ben sara tim anna max lucy sam emma jack zoe leo ella finn"),
     "she": _by_hero("she", "he"),
