@@ -154,8 +154,11 @@ class Settings:
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """These settings with other values, given as text or as values. Setting steps removes
-        epochs, setting pull removes mix_rate, and the reverse."""
+        epochs, setting pull removes mix_rate, and the reverse. Setting epochs removes whole_rounds:
+        who gives a length gets just that."""
         values = {setting_name(name): parsed(name, value) for name, value in changes.items()}
+        if "epochs" in values:
+            values.setdefault("whole_rounds", False)
         own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
         if own:
             values["method_settings"] = {**self.method_settings, **own}

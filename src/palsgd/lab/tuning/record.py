@@ -49,7 +49,7 @@ def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
         if summary is not None
     ]
     return {
-        "settings": _chosen(search, method, winner),
+        "settings": chosen_settings(search, method, winner),
         "loss": of_mean(list(outcome.losses[winner].values())).as_dict(),
         "losses": outcome.losses[winner],
         "edges": edges(search.spaces[method], search.point(method, winner)),
@@ -60,20 +60,20 @@ def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _chosen(search: Search, method: str, number: int) -> dict[str, Any]:
+def chosen_settings(search: Search, method: str, number: int) -> dict[str, Any]:
     """The settings of a point and its length, in the unit of the recipe."""
     steps = search.settings(method, number).steps
     assert steps is not None
     if search.base.epochs is None:
         return search.point(method, number) | {"steps": steps}
     epochs = round(search.base.epochs * steps / search.gradients, 4)
-    return search.point(method, number) | {"epochs": epochs}
+    return search.point(method, number) | {"epochs": epochs, "whole_rounds": True}
 
 
 def _runner_up(search: Search, method: str, outcome: Outcome) -> dict[str, Any] | None:
     for number in outcome.finalists[1:]:
         loss = of_mean(list(outcome.losses[number].values()))
-        return {"settings": _chosen(search, method, number), "loss": loss.as_dict()}
+        return {"settings": chosen_settings(search, method, number), "loss": loss.as_dict()}
     return None
 
 
