@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from palsgd.lab.comparison import Comparison, ToTarget, mean
+from palsgd import references
+from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group, group, named, shown, sortable
-from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
@@ -34,6 +35,7 @@ from palsgd.lab.report.tables import (
 )
 from palsgd.lab.report.timelines import KINDS, bars, shares
 from palsgd.lab.run_folder import Run
+from palsgd.lab.timing.pace import NO_LINK
 
 _POINTS = 300  # points of a curve; fewer if there are many curves
 _TIMELINES = 8
@@ -55,18 +57,19 @@ class Panel:
 class Section:
     """One section. The template shows its attributes."""
 
-    def __init__(self, number: int, runs: list[Run], figures: Path | None):
+    def __init__(self, number: int, runs: list[Run], figures: Path | None, link: str | None = None):
         self.number, self.runs, self.figures = number, runs, figures
         self.points: dict[str, Any] = {}  # what the tooltips show
-        self.workload = self.runs[0].workload
+        self.workload = references.short(self.runs[0].workload)
         self.metric = str(self.runs[0].config.get("metric") or "metric")
         self.groups: list[Group] = group(self.runs)
         self.line_styles: list[LineStyle] = line_styles(self.groups)
         self.labels = [each.label for each in self.groups]
-        self.comparison = Comparison(self.groups)
-        self.switches = {
-            "axis": dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
-        }
+        self.comparison = Comparison(self.groups, link)
+        words = dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
+        if any(line["time_s"] is None for run in self.runs for line in run.lines):
+            del words["time_s"]  # simulated runs have no seconds
+        self.switches = {"axis": words}
         self.curves = [self._panel(key) for key in ("loss", "metric", "train_loss")]
         self.rounds = [self._panel(key) for key in ("distance", "agreement")]
         self.ablations = [self._ablation(each) for each in ablations(self.groups)]
@@ -106,10 +109,7 @@ class Section:
 
     @property
     def findings(self) -> list[str]:
-        rows = self.comparison.to_target() if self.comparison.baselines else []
-        if len(rows) > 4:
-            return []
-        return [self._finding(row) for row in rows if row.tried and not row.group.is_baseline]
+        return self.comparison.verdicts
 
     @property
     def notes(self) -> list[str]:
@@ -128,8 +128,9 @@ class Section:
             )
         if any(run.config.get("simulated") and not run.config.get("cluster") for run in self.runs):
             notes.append(
-                "Simulated: one process did the work of all workers, so time is its own and not "
-                "that of a cluster. Steps, gradients and bytes are what real workers would count."
+                "Simulated: one process did the work of all workers, so there are no seconds of a "
+                f"cluster ({NO_LINK}). Steps, gradients and bytes are what real workers would "
+                "count."
             )
         return notes
 
@@ -146,16 +147,6 @@ class Section:
         }
         return ", ".join(sorted(engines))
 
-    def _finding(self, row: ToTarget) -> str:
-        name = row.group.label
-        if row.reached < row.tried:
-            runs = f" in {row.tried - row.reached} of {row.tried} runs" if row.tried > 1 else ""
-            return f"{name} missed DDP's final {self.metric}{runs}."
-        saved = {key: value for key, value in row.saved.items() if value is not None}
-        words = {"time_s": "time", "step": "steps", "bytes_sent": "bytes"}
-        parts = [_less(saved[key], word) for key, word in words.items() if key in saved]
-        return f"{name} reached DDP's final {self.metric} with {_listed(parts)}."
-
     # --- figures
 
     def _panel(self, quantity: str) -> Panel | None:
@@ -168,7 +159,7 @@ class Section:
         draw = partial(draw_curves, learning=quantity in ("loss", "metric", "train_loss"))
         variants = {
             axis: self._plot(draw, f"{quantity}-{axis}", title, axis, series, references)
-            for axis in AXES
+            for axis in self.switches["axis"]
         }
         for axis, plot in variants.items():
             plot.reading |= {"points": quantity, "axis": axis}
@@ -208,8 +199,14 @@ class Section:
     def _references(self, quantity: str) -> list[Reference]:
         if quantity == "loss":
             known = (run.config.get("floor") for run in self.runs)
-            return _reference("floor", [float(floor) for floor in known if floor is not None])
-        return _reference("target", self.comparison.targets) if quantity == "metric" else []
+            floors = _reference("floor", [float(floor) for floor in known if floor is not None])
+            return [*floors, *self._targets(quantity)]
+        return self._targets(quantity)
+
+    def _targets(self, quantity: str) -> list[Reference]:
+        targets = {self.comparison.target_of(each) for each in self.groups}
+        values = [each.value for each in targets if each is not None and each.on == quantity]
+        return _reference("target", values)
 
     def _ablation(self, ablation: Ablation) -> Panel:
         self.switches["final"] = {"metric": self.metric, "loss": "loss"}
@@ -243,8 +240,9 @@ class Section:
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
         for each in ablation.beside[:4]:
-            value = mean([v for run in each.runs if (v := final(run, key)) is not None])
-            if value is not None:
+            values = [v for run in each.runs if (v := final(run, key)) is not None]
+            if values:
+                value = fmean(values)
                 yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
 
     def _timelines(self) -> Iterable[Panel]:
@@ -307,15 +305,6 @@ def _short(value: float) -> float:
 def _json(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c")
-
-
-def _less(saved: float, what: str) -> str:
-    less = "less" if what == "time" else "fewer"
-    return f"{formats.percent(abs(saved))} {less if saved >= 0 else 'more'} {what}"
-
-
-def _listed(parts: list[str]) -> str:
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _text(value: Any) -> str:
