@@ -153,7 +153,9 @@ def test_compare_writes_every_documented_figure_for_each_method(which, request):
 def test_a_run_has_the_documented_lines_in_order(which, method, request):
     run = request.getfixturevalue(which) / method
     found = lines(run)
-    assert all(set(line) in (LINE_KEYS, LINE_KEYS | {"loss", "metric"}) for line in found)
+    assert all(
+        set(line) in (LINE_KEYS, LINE_KEYS | {"loss", "metric", "train_metric"}) for line in found
+    )
     for key in ("step", "gradient_steps", "time_s", "bytes_sent", "syncs"):
         assert all(a[key] <= b[key] for a, b in pairwise(found)), key
     assert all(len(line["distance"]) == 2 for line in found)

@@ -78,11 +78,13 @@ def check_data(runs: Mapping[str, Settings], options: Options) -> None:
 
 def check_method(settings: Settings) -> None:
     """Raise if the optimizer refuses the settings. It is called for all runs before the first one
-    begins, and builds the optimizer of a worker for a small model."""
+    begins, and builds the optimizer of a worker for a small model. Epochs are those of the
+    published data, as no data are loaded yet."""
+    settings = settings.in_steps(kind(settings.workload).examples)
     method_of(settings).check([settings.lr])
     with ambient(SimulatedTransport(0, settings.workers, [])), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself warns
-        build_optimizer(settings, settings.steps or 1, nn.Linear(64, 64))
+        build_optimizer(settings, settings.total_steps(1), nn.Linear(64, 64))
 
 
 def accepted(

@@ -81,7 +81,7 @@ class Settings:
         self._check_what_needs_torch()
         if self.mix_rate is not None and self.pull is not None:
             raise ValueError(
-                f"mix_rate={_shown(self.mix_rate)} and pull={_shown(self.pull)} both say how "
+                f"mix_rate={shown(self.mix_rate)} and pull={shown(self.pull)} both say how "
                 "strong a mixing step is; give one of them"
             )
         self._check_batches()
@@ -292,7 +292,8 @@ def _numbers(name: str, value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A number without needless digits, or the text that says how it changes."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
