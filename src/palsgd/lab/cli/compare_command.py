@@ -56,7 +56,7 @@ def compare(
 
     Example: palsgd compare stories --workers 4 --simulate --steps 1000
     """
-    names = method_names(methods)  # first: settings may be those of a user's own method
+    names = method_names(methods)
     settings = settings_from(
         recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
         sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,

@@ -63,7 +63,7 @@ def sweep(
     )
     if not quiet:
         typer.echo(f"{len(points)} points", err=True)
-    run_and_show(points, out or new_folder(f"{recipe}-sweep"), report, swept=tuple(fields),
+    run_and_show(points, out or new_folder(recipe, "-sweep"), report, swept=tuple(fields),
          simulate=simulate, data=data, download=download, device=device, force=force,
          resume=resume, quiet=quiet)  # fmt: skip
 

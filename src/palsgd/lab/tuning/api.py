@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palsgd import references
 from palsgd.lab import workloads
-from palsgd.lab.methods import default_names
+from palsgd.lab.methods import default_names, whole_names
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import Options, check_folder
 from palsgd.lab.settings import Settings
@@ -93,14 +94,15 @@ def tune(
     Example:
         palsgd.lab.tune("digits", ["ddp", "palsgd"], trials=8, seeds=2, out="tuned.yaml")
     """
+    methods = default_names() if methods is None else whole_names(methods)
     base = workloads.recipe(workload).changed(settings)
-    name = f"{workload}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{references.short(workload)}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
     options = Options(
         simulate=simulate, data=data, download=download, device=device, force=force,
         resume=resume, quiet=quiet,
     )  # fmt: skip
     return run_tuning(
-        workload, base, methods or default_names(), Path(out or Path("runs") / name / "tuned.yaml"),
+        workload, base, methods, Path(out or Path("runs") / name / "tuned.yaml"),
         options, trials=trials, seeds=seeds, given=settings,
     )  # fmt: skip
 
