@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from palsgd.lab.comparison import to_target
+from palsgd.lab.collection import write_collection
 from palsgd.lab.methods import default_names
 from palsgd.lab.settings import Settings
 
@@ -56,20 +56,15 @@ def write_files(folder: Path, config: dict, lines: list[dict]) -> None:
 
 
 def write_comparison(folder: Path, *, methods=METHODS, **settings) -> Path:
-    """As `palsgd compare` writes it: the target is what DDP ends with."""
-    records = {}
+    """As `palsgd compare` writes it."""
+    chosen = {
+        method: Settings(**{"workload": "digits", "steps": 2000, **settings, "method": method})
+        for method in methods
+    }
     for method in methods:
         write_run(folder / method, method=method, **settings)
-    ddp = _summary(folder / "ddp")
-    for method in methods:
-        text = (folder / method / "metrics.jsonl").read_text()
-        lines = [json.loads(line) for line in text.splitlines()]
-        record = _summary(folder / method) | to_target(
-            lines, ddp["final_metric"], higher_is_better=True
-        )
-        (folder / method / "summary.json").write_text(json.dumps(record))
-        records[method] = record
-    (folder / "summary.json").write_text(json.dumps(records))
+    write_collection({m: s for m, s in chosen.items() if (folder / m / "summary.json").exists()},
+                     folder)  # fmt: skip
     return folder
 
 
@@ -186,10 +181,6 @@ def _timeline(settings: Settings, rng: np.random.Generator, mixes: float) -> lis
 
 def _span(worker: int, kind: str, start: float, seconds: float) -> dict:
     return {"worker": worker, "kind": kind, "start_s": start, "end_s": start + seconds}
-
-
-def _summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def _jsonl(records: list[dict]) -> str:

@@ -1,215 +1,356 @@
-"""Compares runs: the cost of reaching the target, and the metric at equal steps, gradients and
-time. The target is the metric that DDP reached."""
+"""Runs beside each other: what each setting ends with, and what it spends to reach a quality."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, variance
-from typing import Any, TypeVar
+from functools import cached_property
+from statistics import fmean
+from typing import Any
 
+import numpy as np
+
+from palsgd.lab.controls import Recipe, find_controls
 from palsgd.lab.groups import Group
-from palsgd.lab.methods import is_baseline
-from palsgd.lab.run_folder import Line, Record, Run
+from palsgd.lab.judging.interval import Interval, of_mean, relative_difference
+from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, Reached, crossing, reach
+from palsgd.lab.judging.speedup import speed_up
+from palsgd.lab.judging.verdict import Verdict, judge
+from palsgd.lab.run_folder import Run
+from palsgd.lab.targets import Quality, Target, baseline_target, margin_of, stated_target
+from palsgd.lab.timing.pace import Pace
+from palsgd.lab.timing.paces import paces
 
-COSTS = ("time_s", "step", "gradient_steps", "bytes_sent")
-_TO_TARGET = {
-    "steps_to_target": "step",
-    "gradient_steps_to_target": "gradient_steps",
-    "time_to_target_s": "time_s",
-    "bytes_to_target": "bytes_sent",
-}
-# Fields of summary.json that need the other runs
-COMPARED = ("target", *_TO_TARGET, "metric_at_equal_gradients", "metric_at_equal_time")
-
-T = TypeVar("T")
-
-# -- one run beside others -----------------------------------------------------------------------
-
-
-def first_reaching(
-    lines: Sequence[Line], target: float | None, *, higher_is_better: bool
-) -> Line | None:
-    """The first evaluation whose metric is the target or better."""
-    if target is None:
-        return None
-    known = (line for line in lines if line.get("metric") is not None)
-    sign = 1 if higher_is_better else -1
-    return next((line for line in known if sign * line["metric"] >= sign * target), None)
-
-
-def metric_within(lines: Sequence[Line], key: str, budget: float | None) -> float | None:
-    """The metric at the last evaluation that did not go beyond the budget."""
-    if budget is None:
-        return None
-    within = [line for line in lines if line.get("metric") is not None and line[key] <= budget]
-    return within[-1]["metric"] if within else None
-
-
-def most_alike(settings: Mapping[str, Any], others: Mapping[T, Mapping[str, Any]]) -> T | None:
-    """The one of `others` that has most settings in common with these; None where there is none."""
-
-    def likeness(other: T) -> int:
-        return sum(settings.get(key) == value for key, value in others[other].items())
-
-    return max(others, key=likeness, default=None)
-
-
-def to_target(lines: Sequence[Line], target: float | None, *, higher_is_better: bool) -> Record:
-    """The fields of summary.json that say what the target is and what it took to reach it."""
-    reached = first_reaching(lines, target, higher_is_better=higher_is_better)
-    return {"target": target} | {name: reached and reached[key] for name, key in _TO_TARGET.items()}
-
-
-def compared(
-    records: Mapping[str, Record],
-    lines: Mapping[str, list[Line]],
-    higher_is_better: bool,
-    settings: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Record]:
-    """The same records with targets (what DDP reached; where it ran several times, with the most
-    alike settings) and the metric at equal gradients and equal time."""
-    fewest = min(record["gradient_steps"] for record in records.values())
-    shortest = min(record["wall_s"] for record in records.values())
-    if len(records) == 1:  # a single run has nothing to be compared with
-        fewest = shortest = None
-    ddp = {name: settings[name] for name in records if is_baseline(records[name]["method"])}
-    found = {}
-    for name, record in records.items():
-        base = most_alike(settings[name], ddp)
-        target = None if base is None else records[base]["final_metric"]
-        found[name] = (
-            record
-            | to_target(lines[name], target, higher_is_better=higher_is_better)
-            | {
-                "metric_at_equal_gradients": metric_within(lines[name], "gradient_steps", fewest),
-                "metric_at_equal_time": metric_within(lines[name], "time_s", shortest),
-            }
-        )
-    return found
-
-
-# -- groups of runs ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ToTarget:
-    """What a group spent until it reached the target: means over the runs that did."""
-
-    group: Group
-    reached: int
-    tried: int  # runs that finished or reached it; the others may still
-    spent: dict[str, float | None]
-    saved: dict[str, float | None]  # share of DDP's cost; None unless all runs reached the target
+AXES = ("step", "gradient_steps", "examples", "bytes_sent", "time_s")
+_TOTALS = (
+    "steps", "gradient_steps", "examples", "syncs", "wall_s", "waiting_s", "sync_s", "bytes_sent",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Final:
-    """The final values of a group, over its finished runs."""
+    """What a group ends with, over the seeds that finished.
+
+    `loss`, `metric`: means with intervals. `difference`: of the judged quality from the baseline's,
+    relative and paired by seed, above zero where it is worse; None for the baseline and without
+    one. `verdict`: its word. `equal`: the judged quality, in its own unit, when the scale's budget
+    of an axis is spent, between two evaluations by a straight line; axes that are not known are
+    left out. `totals`: mean counts and seconds of whole runs; None where not known.
+    """
 
     group: Group
-    loss: float | None
-    loss_variance: float | None
-    metric: float | None
-    metric_variance: float | None
-    equal: dict[str, float | None]  # the metric when `step`, `gradient_steps`, `time_s` ran out
+    loss: Interval
+    metric: Interval
+    difference: Interval | None
+    verdict: Verdict | None
+    equal: dict[str, Interval]
     totals: dict[str, float | None]
 
 
-class Comparison:
-    """The groups of one workload beside each other."""
+@dataclass(frozen=True)
+class ToTarget:
+    """What a group spends until its mean over seeds reaches the target.
 
-    def __init__(self, groups: list[Group]):
-        self.groups = groups
-        self.runs = [run for group in groups for run in group.runs]
-        self.higher_is_better = bool(self.runs[0].config.get("higher_is_better", True))
-        self.baselines = [group for group in groups if group.is_baseline and group.finished]
-        self.budgets = {key: self._budget(key) for key in ("step", "gradient_steps", "time_s")}
+    `costs`: by axis, with intervals and the resolution of the evaluations; empty if it never is
+    reached. `speed_ups`: by axis, the baseline's cost over this one's, above 1 where this one is
+    ahead; none for the baseline itself, and none where one of both never arrives. `shortfall`: how
+    far the final value is from the target, relative, above zero where it falls short. `steps`: the
+    length of the runs.
+    """
 
-    def target(self, run: Run) -> float | None:
-        """The run's own; for one that ran alone, what DDP reached at its last evaluation here."""
-        if run.summary and run.summary.get("target") is not None:
-            return float(run.summary["target"])
-        ddp = [other for group in self.baselines for other in group.finished if other.evaluations]
-        same_seed = [other for other in ddp if other.config.get("seed") == run.config.get("seed")]
-        return mean([other.evaluations[-1]["metric"] for other in same_seed or ddp])
+    group: Group
+    target: Target
+    costs: dict[str, Reached]
+    speed_ups: dict[str, Interval]
+    shortfall: Interval
+    steps: float
 
     @property
-    def targets(self) -> list[float]:
-        return sorted({t for run in self.runs if (t := self.target(run)) is not None})
+    def reached(self) -> bool:
+        return bool(self.costs)
 
-    def reach(self, run: Run) -> Line | None:
-        """The first evaluation that reached the target."""
-        return first_reaching(run.lines, self.target(run), higher_is_better=self.higher_is_better)
 
-    def to_target(self) -> list[ToTarget]:
-        spent = {group: self._spent(group) for group in self.groups}
-        rows = []
-        for group in self.groups:
-            reached = [run for run in group.runs if self.reach(run) is not None]
-            tried = [run for run in group.runs if run.finished or run in reached]
-            base = self._baseline(group) if len(reached) == len(tried) else None
-            ddp = spent[base] if base else {}
-            own = spent[group]
-            saved = {key: _saved(ddp.get(key), own[key]) for key in COSTS}
-            rows.append(ToTarget(group, len(reached), len(tried), own, saved))
-        return rows
+class Comparison:
+    """The groups of one workload beside each other.
+
+    `groups`: as `palsgd.lab.groups.group` makes them, those of the baseline first.
+    `quality`: the figure that is judged (a key of metrics.jsonl, its name, whether more is better).
+    `target`: the Target, where all groups have one in common, else None; `target_of(group)` has
+    that of each scale. A scale is what makes runs comparable: equal K, batch and data.
+    `verdicts`: sentences with their numbers and intervals, the most important first.
+    `curve(group)`: its QualityCurve (less is better: a metric of which more is better is negated),
+    or None before anything was evaluated; axes are AXES, `time_s` only where seconds are known.
+    `finals()`: a Final for each group of which a run has finished.
+    `to_target()`: a ToTarget for each of those that has a target.
+    `baseline(group)`: the group that it is measured against: of its scale, at its best setting.
+    `budgets(group)`: by axis, the least that a group of its K and batch spent in all.
+    `same_programs`: for each group that is the same program as an earlier one, that one.
+    `controls`: for each group of a mixing method, the groups that are its controls, by their kind.
+    `paces`: for each group its Pace, which turns steps into seconds; None where nobody knows. With
+    a `link` they are projected on it.
+    """
+
+    def __init__(self, groups: list[Group], link: str | None = None):
+        self.groups = groups
+        self.paces: dict[Group, Pace | None] = paces(groups, link)
+        self.runs = [run for group in groups for run in group.runs]
+        self.quality = Quality.of(self.runs[0])
+        self.margin = margin_of(groups)
+        self.controls: dict[Group, dict[Recipe, Group]] = find_controls(groups)
+        self.same_programs: dict[Group, Group] = _same_programs(groups)
+        self._curves: dict[Group, QualityCurve | None] = {}
+        self._targets: dict[tuple[Any, ...], Target | None] = {}
+
+    # -- who is compared with whom ---------------------------------------------------------------
+
+    def scale(self, group: Group) -> tuple[Any, ...]:
+        """Groups of equal scale have one target. A control has that of what it controls, also if
+        its batch is another."""
+        of = (mixing for mixing, there in self.controls.items() if group in there.values())
+        return _scale(next(of, group))
+
+    @property
+    def scales(self) -> list[tuple[Any, ...]]:
+        return list(dict.fromkeys(map(self.scale, self.groups)))
+
+    def baseline(self, group: Group) -> Group | None:
+        best = self._baselines(self.scale(group))
+        return best[0] if best else None
+
+    def _baselines(self, scale: tuple[Any, ...]) -> list[Group]:
+        """The settings of the baseline at this scale, the best final quality first."""
+        there = [group for group in self.groups if group.is_baseline and _scale(group) == scale]
+        known = [group for group in there if self.final_losses(group)]
+        return sorted(known, key=lambda group: fmean(self.final_losses(group).values()))
+
+    @property
+    def target(self) -> Target | None:
+        found = {self.target_of(group) for group in self.groups}
+        return found.pop() if len(found) == 1 else None
+
+    def target_of(self, group: Group) -> Target | None:
+        scale = self.scale(group)
+        if scale not in self._targets:
+            self._targets[scale] = self._target_at(scale)
+        return self._targets[scale]
+
+    def _target_at(self, scale: tuple[Any, ...]) -> Target | None:
+        peers = [other for other in self.groups if self.scale(other) == scale]
+        stated = stated_target(peers, self.quality, self.margin)
+        if stated is not None:
+            return stated
+        best = self._baselines(scale)
+        if not best:
+            return None
+        final = of_mean(list(self.final_losses(best[0]).values()))
+        if not np.isfinite(final.value):
+            return None
+        return baseline_target(best[0], final, len(best), self.quality, self.margin)
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def final_losses(self, group: Group) -> dict[int, float]:
+        """The judged quality at the end of each finished seed; less is better."""
+        found = {}
+        for run in group.finished:
+            if lines := self.quality.evaluated(run):
+                found[run.config.get("seed", 0)] = self.quality.loss(lines[-1])
+        return found
+
+    def curve(self, group: Group) -> QualityCurve | None:
+        if group not in self._curves:
+            runs = group.finished or group.runs
+            self._curves[group] = curve_of(runs, self.quality, self.paces[group])
+        return self._curves[group]
+
+    def budgets(self, group: Group) -> dict[str, float]:
+        curves = [
+            curve
+            for other in self.groups
+            if other.finished and _scale(other) == _scale(group)
+            if (curve := self.curve(other)) is not None
+        ]
+        axes = [axis for axis in AXES if curves and all(axis in curve.costs for curve in curves)]
+        return {axis: min(float(curve.costs[axis][-1]) for curve in curves) for axis in axes}
+
+    def difference(self, group: Group, other: Group) -> Interval | None:
+        """Of the final qualities, relative to the other's, paired; None without a common seed."""
+        own, others = self.final_losses(group), self.final_losses(other)
+        if not own.keys() & others.keys() or not fmean(others.values()):
+            return None
+        return relative_difference(own, others)
 
     def finals(self) -> list[Final]:
-        return [self._final(group) for group in self.groups if group.finished]
-
-    def _budget(self, key: str) -> float | None:
-        """The smallest final value of `key` among the finished runs."""
-        return min((run.evaluations[-1][key] for run in self._ended), default=None)
-
-    @property
-    def _ended(self) -> list[Run]:
-        return [run for run in self.runs if run.finished and run.evaluations]
-
-    def _spent(self, group: Group) -> dict[str, float | None]:
-        lines = [line for run in group.runs if (line := self.reach(run)) is not None]
-        return {key: mean([line[key] for line in lines]) for key in COSTS}
-
-    def _baseline(self, group: Group) -> Group | None:
-        """The DDP group most like this one: of the same K where K varies."""
-        return most_alike(group.settings, {ddp: ddp.settings for ddp in self.baselines})
+        return [self._final(group) for group in self.groups if self.final_losses(group)]
 
     def _final(self, group: Group) -> Final:
-        runs = group.finished
-        losses, metrics = _column(runs, "final_loss"), _column(runs, "final_metric")
-        keys = ("steps", "gradient_steps", "syncs", "wall_s", "waiting_s", "sync_s", "bytes_sent")
+        baseline = self.baseline(group)
+        own = baseline is None or baseline is group
+        difference = None if own else self.difference(group, baseline)  # type: ignore[arg-type]
         return Final(
             group=group,
-            loss=mean(losses),
-            loss_variance=_variance(losses),
-            metric=mean(metrics),
-            metric_variance=_variance(metrics),
-            equal={
-                key: _mean_of_all([metric_within(run.lines, key, budget) for run in runs])
-                for key, budget in self.budgets.items()
-            },
-            totals={key: mean(_column(runs, key)) for key in keys},
+            loss=of_mean(_finite(_column(group, "final_loss"))),
+            metric=of_mean(_finite(_column(group, "final_metric"))),
+            difference=difference,
+            verdict=None if difference is None else judge(difference, self.margin),
+            equal=self.at_budget(self.curve(group), self.budgets(group)),
+            totals={key: _mean(_column(group, key)) for key in _TOTALS},
         )
 
+    def at_budget(
+        self, curve: QualityCurve | None, budgets: dict[str, float]
+    ) -> dict[str, Interval]:
+        """The quality when each budget is spent, in its own unit."""
+        if curve is None:
+            return {}
+        sign = self.quality.sign
+        return {
+            axis: of_mean(
+                [sign * float(np.interp(budget, curve.costs[axis], row)) for row in curve.values]
+            )
+            for axis, budget in budgets.items()
+        }
 
-def mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
+    def to_target(self) -> list[ToTarget]:
+        return [
+            self._to_target(group, target)
+            for group in self.groups
+            if group.finished and (target := self.target_of(group)) is not None
+        ]
+
+    def _to_target(self, group: Group, target: Target) -> ToTarget:
+        level, finals = self.quality.sign * target.value, self.final_losses(group)
+        short = [(value - level) / (abs(level) or 1.0) for value in finals.values()]
+        curve = self.curve(group)
+        return ToTarget(
+            group=group,
+            target=target,
+            costs=costs_to(curve, level, self.paces[group]),
+            speed_ups=self._speed_ups(group, level),
+            shortfall=of_mean(short),
+            steps=0.0 if curve is None else float(curve.costs["step"][-1]),
+        )
+
+    def _speed_ups(self, group: Group, level: float) -> dict[str, Interval]:
+        base = self.baseline(group)
+        if base is None or base is group or self.same_programs.get(group) is base:
+            return {}
+        own, other = self.curve(group), self.curve(base)
+        if own is None or other is None or not set(own.seeds) & set(other.seeds):
+            return {}
+        found = {}
+        for axis in [axis for axis in AXES if axis in own.costs and axis in other.costs]:
+            timed = axis == "time_s"
+            noise = (
+                seconds_noise(other, level, self.paces[base] if timed else None),
+                seconds_noise(own, level, self.paces[group] if timed else None),
+            )
+            ratio = speed_up(other, own, axis, np.array([level]), noise=noise)
+            if np.isfinite(ratio.ratio[0]):
+                found[axis] = _interval(ratio.ratio[0], ratio.low[0], ratio.high[0], ratio.pairs)
+        return found
+
+    @cached_property
+    def verdicts(self) -> list[str]:
+        from palsgd.lab.verdicts import sentences  # it asks this class for every number
+
+        return sentences(self)
 
 
-def _column(runs: list[Run], key: str) -> list[float]:
-    values = [run.summary.get(key) for run in runs if run.summary is not None]
-    return [float(value) for value in values if value is not None]
+# -- one group -------------------------------------------------------------------------------------
 
 
-def _variance(values: list[float]) -> float | None:
-    """The variance of a sample, with the divisor n - 1."""
-    finite = all(math.isfinite(value) for value in values)
-    return variance(values) if len(values) > 1 and finite else None
+def curve_of(
+    runs: Sequence[Run], quality: Quality, pace: Pace | None = None
+) -> QualityCurve | None:
+    """The quality of runs that differ in their seed alone, at the steps that all of them have
+    evaluated; costs are means over them, and seconds are those of the pace."""
+    by_seed = {
+        run.config.get("seed", 0): {line["step"]: line for line in quality.evaluated(run)}
+        for run in runs
+    }
+    by_seed = {seed: lines for seed, lines in by_seed.items() if lines}
+    steps = sorted(set.intersection(*map(set, by_seed.values()))) if by_seed else []
+    if not steps:
+        return None
+    values = [[quality.loss(lines[step]) for step in steps] for lines in by_seed.values()]
+    costs = {
+        key: np.array([fmean(lines[step][key] for lines in by_seed.values()) for step in steps])
+        for key in ("step", "gradient_steps", "bytes_sent")
+    }
+    costs["examples"] = costs["gradient_steps"] * _examples_of_a_step(runs[0])
+    if pace is not None:
+        costs["time_s"] = np.array([pace.seconds(step) for step in steps])
+    return QualityCurve(tuple(by_seed), np.array(values), costs)
 
 
-def _mean_of_all(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if len(known) == len(values) else None
+def costs_to(
+    curve: QualityCurve | None, level: float, pace: Pace | None = None
+) -> dict[str, Reached]:
+    """By axis, what was spent when the mean over seeds first was at the level; empty: never."""
+    if curve is None:
+        return {}
+    found = {}
+    for axis in [axis for axis in AXES if axis in curve.costs]:
+        noise = seconds_noise(curve, level, pace if axis == "time_s" else None)
+        found[axis] = reach(curve, level, axis, noise=noise)
+    return {axis: reached for axis, reached in found.items() if reached is not None}
 
 
-def _saved(ddp: float | None, own: float | None) -> float | None:
-    return (ddp - own) / ddp if ddp and own is not None else None
+def seconds_noise(curve: QualityCurve, level: float, pace: Pace | None) -> np.ndarray:
+    """Factors of the seconds to a level, one for each draw, by the chance of what was timed; ones
+    where nothing was timed."""
+    at = crossing(curve.mean(), curve.costs["step"], np.array([level]))[0]
+    return np.ones(DRAWS) if pace is None or np.isnan(at) else pace.factors(float(at))
+
+
+def _examples_of_a_step(run: Run) -> int:
+    """Of all workers together."""
+    return int(run.config.get("workers", 1)) * int(run.config.get("batch_size", 1))
+
+
+def _scale(group: Group) -> tuple[Any, ...]:
+    names = ("workers", "batch_size", "sharding", "split", "context")
+    return tuple(group.settings.get(name) for name in names)
+
+
+def _same_programs(groups: list[Group]) -> dict[Group, Group]:
+    """Groups whose runs were linked, or have equal evaluations line by line for every seed."""
+    found: dict[Group, Group] = {}
+    lines = {group: _evaluations(group) for group in groups}
+    for place, group in enumerate(groups):
+        for other in groups[:place]:
+            if other not in found and lines[group] and lines[group] == lines[other]:
+                found[group] = other
+                break
+    return found
+
+
+def _evaluations(group: Group) -> dict[Any, list[tuple[Any, ...]]]:
+    keys = ("step", "gradient_steps", "loss", "metric")
+    return {
+        run.config.get("seed"): [
+            tuple(line.get(key) for key in keys) for line in run.lines if "metric" in line
+        ]
+        for run in group.finished
+    }
+
+
+def _interval(value: float, low: float, high: float, n: int) -> Interval:
+    if n < 2:
+        return Interval(float(value), -np.inf, np.inf, n, "one seed, no interval")
+    return Interval(float(value), float(low), float(high), n, f"95% bootstrap over {n} seeds")
+
+
+def _column(group: Group, key: str) -> list[float | None]:
+    if key == "examples":
+        counts = _column(group, "gradient_steps")
+        return [None if c is None else c * _examples_of_a_step(group.runs[0]) for c in counts]
+    return [run.summary.get(key) for run in group.finished if run.summary is not None]
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [np.inf if value is None else float(value) for value in values]
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [float(value) for value in values if value is not None]
+    return fmean(known) if known else None

@@ -5,13 +5,15 @@ from typing import Any
 
 from palsgd import references
 from palsgd.lab.methods import is_baseline, without_effect
+from palsgd.lab.programs import NOT_COMPUTED
 from palsgd.lab.run_folder import Run
 
 SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 
 # Fields of a run that are no settings, or that repeat a setting.
 _NOT_SETTINGS = {
-    "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command",
+    "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command", "same_as",
+    *NOT_COMPUTED,
 }  # fmt: skip
 
 
@@ -21,13 +23,34 @@ class Group:
 
     method: str
     settings: dict[str, Any]  # the settings that have an effect on the method
-    runs: list[Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)  # one for each seed
+    repeats: list[Run] = field(
+        default_factory=list
+    )  # further runs of a seed, which say nothing new
     label: str = ""
+
+    def add(self, run: Run) -> None:
+        """A finished run of a seed goes before one that is not."""
+        for place, other in enumerate(self.runs):
+            if other.config.get("seed") == run.config.get("seed"):
+                if run.finished and not other.finished:
+                    self.runs[place], run = run, other
+                self.repeats.append(run)
+                return
+        self.runs.append(run)
 
     @property
     def is_baseline(self) -> bool:
         """Are the others measured against it?"""
         return is_baseline(self.method)
+
+    @property
+    def given_name(self) -> str | None:
+        """A collection may name a setting after what it is for: a folder METHOD-NAME. None: the
+        settings that differ tell groups apart."""
+        names = {run.point for run in self.runs}
+        name = names.pop() if len(names) == 1 else ""
+        return name if name.startswith(f"{self.method}-") else None
 
     @property
     def finished(self) -> list[Run]:
@@ -44,11 +67,13 @@ def group(runs: list[Run]) -> list[Group]:
     for run in runs:
         settings = settings_of(run)
         key = run.method, repr(sorted(settings.items()))
-        groups.setdefault(key, Group(run.method, settings)).runs.append(run)
+        groups.setdefault(key, Group(run.method, settings)).add(run)
     ordered = _by_value(list(groups.values()))
+    unnamed = [each for each in ordered if each.given_name is None]
     for each in ordered:
-        kin = [other for other in ordered if other.method == each.method]
-        each.label = label(each.method, {key: each.settings.get(key) for key in differing(kin)})
+        kin = [other for other in unnamed if other.method == each.method]
+        own = {key: each.settings.get(key) for key in differing(kin)}
+        each.label = each.given_name or label(each.method, own)
     return ordered
 
 
@@ -86,12 +111,14 @@ def _values(groups: list[Group], key: str) -> set[str]:
 
 
 def _by_value(groups: list[Group]) -> list[Group]:
-    """Methods stay in their order; within one, settings in the order of their values."""
+    """Methods stay in their order; within one, settings in the order of their values. Settings
+    with names of their own come last."""
     methods = list(dict.fromkeys(each.method for each in groups))
     keys = differing(groups)
     return sorted(
         groups,
         key=lambda each: (
+            each.given_name is not None,
             methods.index(each.method),
             [sortable(each.settings.get(key)) for key in keys],
         ),

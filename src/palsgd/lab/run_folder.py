@@ -62,8 +62,12 @@ class RunFolder:
     def keep_lines(self, until_step: int) -> list[Line]:
         """Drop the lines that were written after the checkpoint from which the run is resumed."""
         kept = [line for line in self.lines() if line["step"] <= until_step]
-        atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in kept))
+        self.write_lines(kept)
         return kept
+
+    def write_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """These lines in place of all that were written."""
+        atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in lines))
 
     def write_best(self, best: Mapping[str, Any]) -> None:
         """The model with the best metric so far, with that metric and its step."""
@@ -77,6 +81,21 @@ class RunFolder:
 
     def write_failure(self, reason: object) -> None:
         atomic_write(self.path / "failed.txt", f"{reason}\n")
+
+    def link(self, origin: "RunFolder", name: str, settings: Mapping[str, Any]) -> None:
+        """Become the record of a run that is the same program as `origin`, called `name`, and was
+        not run again: its lines and figures under these settings."""
+        self.clear()
+        steps = origin.config().get("steps")
+        own = {**settings, "steps": steps, "same_as": name}
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.create(origin.config() | own)
+        atomic_write(self.path / "metrics.jsonl", (origin.path / "metrics.jsonl").read_text())
+        if origin.failure is not None:
+            self.write_failure(origin.failure)
+        if (found := origin.summary()) is not None:
+            kept = {key: settings[key] for key in ("method", "seed") if key in settings}
+            self.write_summary(found | kept | {"same_as": name})
 
     def clear(self) -> None:
         """Remove what a run wrote, and nothing else."""
@@ -135,6 +154,11 @@ class Run:
         return str(self.config["method"])
 
     @property
+    def point(self) -> str:
+        """The name of its folder less the seed, which runs of one setting have in common."""
+        return without_seed(self.folder.path.name)
+
+    @property
     def workload(self) -> str:
         return str(self.config["workload"])
 
@@ -161,6 +185,11 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         for path in inside:
             found.setdefault(path, read_run(path, name=str(path.relative_to(folder.parent))))
     return sorted(found.values(), key=_usual_order)
+
+
+def without_seed(name: str) -> str:
+    """A run's name less its part `seed=S`; empty if that is all of it."""
+    return ",".join(part for part in name.split(",") if not part.startswith("seed="))
 
 
 def read_run(path: Path, *, name: str | None = None) -> Run:

@@ -3,25 +3,37 @@ compared."""
 
 import functools
 import itertools
+import logging
 import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from palsgd import references
-from palsgd.lab.comparison import compared
+from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
+from palsgd.lab.factory import build_optimizer
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
-from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed, setting_name
-from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
+from palsgd.lab.programs import NOT_COMPUTED, first_of_each
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
+from palsgd.lab.simulated_program import grouped, simulate_runs
+from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
+from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, kind, load
 from palsgd.progress import file_progress
+from palsgd.transports.in_memory import SimulatedTransport
+from palsgd.transports.transport import ambient
+
+log = logging.getLogger("palsgd")
 
 OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
@@ -65,9 +77,33 @@ def check_data(runs: Mapping[str, Settings], options: Options) -> None:
 
 
 def check_method(settings: Settings) -> None:
-    """Raise if the method cannot work with its settings and the learning rate. It is called for all
-    runs before the first one begins."""
+    """Raise if the optimizer refuses the settings. It is called for all runs before the first one
+    begins, and builds the optimizer of a worker for a small model."""
     method_of(settings).check([settings.lr])
+    with ambient(SimulatedTransport(0, settings.workers, [])), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself warns
+        build_optimizer(settings, settings.steps or 1, nn.Linear(64, 64))
+
+
+def accepted(
+    runs: Mapping[str, Settings], *, skip: bool
+) -> tuple[dict[str, Settings], dict[str, str]]:
+    """The runs whose settings can work, and the reasons of the others. Without `skip`, and if none
+    can work, the first reason is raised."""
+    kept, refused, first = {}, {}, None
+    for name, settings in runs.items():
+        try:
+            check_workload(settings)
+            check_method(settings)
+            kept[name] = settings
+        except ValueError as error:
+            first = first or error
+            refused[name] = str(error)
+    if first is not None and not (skip and kept):
+        raise first
+    for name, reason in refused.items():
+        log.warning("palsgd: %s is skipped: %s", name, reason)
+    return kept, refused
 
 
 def check_simulated(runs: Sequence[Settings]) -> None:
@@ -83,9 +119,10 @@ def run_all(
     runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
-    records of the collection also have the `swept` fields."""
+    records of the collection also have the `swept` fields. Points of a sweep whose settings cannot
+    work are skipped; the error that names them is raised at the end."""
+    runs, refused = accepted(runs, skip=bool(swept))
     for settings in runs.values():
-        check_method(settings)
         if under_torchrun():
             check_world(settings)
     if under_torchrun() and options.simulate:
@@ -94,10 +131,12 @@ def run_all(
         check_simulated(list(runs.values()))
     check_device(options.device)
     check_folder(out, options)
+    origins = first_of_each(runs)  # a program is run once, whatever it is called
     waiting = {
         name: settings
         for name, settings in runs.items()
-        if options.force or not _is_done(RunFolder(out / name), name, settings, options)
+        if origins[name] == name
+        and (options.force or not _is_done(RunFolder(out / name), name, settings, options))
     }
     told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
     if told and not options.simulate:
@@ -110,10 +149,10 @@ def run_all(
         for config in list(out.glob("*/config.yaml")):
             RunFolder(config.parent).clear()
     if options.simulate:
-        _simulate(waiting, out, options)
+        _simulate(runs, list(waiting), out, options)
     else:
         _launch(waiting, out, options)
-    return finish(runs, out, swept) if first_rank() else {}
+    return finish(runs, out, swept, refused) if first_rank() else {}
 
 
 def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
@@ -134,7 +173,7 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
             del wanted[name]
     for key, value in wanted.items():
         then = before.get(key, _default(key))
-        if then != value and key not in ("checkpoint_every",):
+        if then != value and key not in NOT_COMPUTED:
             raise ValueError(
                 f"{folder.path} was run with {key}={then}, now it is {value}; "
                 "use the old value, --force to start over, or another --out"
@@ -147,44 +186,42 @@ def _default(key: str) -> Any:
     return FIELDS[key].default if key in FIELDS else None
 
 
-def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
-    """summary.json of every run and of the collection. The error about failed runs is raised after
-    all others are written."""
-    folders = {name: RunFolder(out / name) for name in runs}
-    failed = {name: folder.failure for name, folder in folders.items() if folder.failure}
-    folders = {name: folder for name, folder in folders.items() if name not in failed}
-    if not folders:
-        raise FailedRunsError(failed)
-    records = {name: _record(folder) for name, folder in folders.items()}
-    better = {name: folder.config()["higher_is_better"] for name, folder in folders.items()}
-    lines = {name: folder.lines() for name, folder in folders.items()}
-    settings = {name: runs[name].as_dict() for name in folders}
-    found = compared(records, lines, next(iter(better.values())), settings)
-    for name, folder in folders.items():
-        folder.write_summary(found[name])
-    found = {
-        name: {field: runs[name].as_dict()[setting_name(field)] for field in swept} | record
-        for name, record in found.items()
-    }
-    write_json(out / "summary.json", found)
-    if failed:
-        raise FailedRunsError(failed)
-    return found
-
-
-def _record(folder: RunFolder) -> dict[str, Any]:
-    found = folder.summary()
-    if found is None:
-        raise RuntimeError(f"{folder.path} has no summary.json; go on with the run by --resume")
+def finish(
+    runs: Mapping[str, Settings],
+    out: Path,
+    swept: Sequence[str] = (),
+    refused: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """summary.json of every run and of the collection. The error about runs that failed, and about
+    those that were refused, is raised after all others are written."""
+    for name, origin in first_of_each(runs).items():
+        if name != origin:
+            RunFolder(out / name).link(RunFolder(out / origin), origin, runs[name].as_dict())
+    failed = {name: reason for name in runs if (reason := RunFolder(out / name).failure)}
+    done = {name: settings for name, settings in runs.items() if name not in failed}
+    for name in done:
+        if not RunFolder(out / name).finished:
+            raise RuntimeError(f"{out / name} has no summary.json; go on with the run by --resume")
+    found = write_collection(done, out, swept) if done else {}
+    if failed or refused:
+        raise FailedRunsError(failed, refused)
     return found
 
 
 class FailedRunsError(RuntimeError):
-    """Some runs ended early by themselves; the others are done."""
+    """Some runs ended early by themselves, or were refused; the others are done."""
 
-    def __init__(self, reasons: Mapping[str, str | None]):
-        lines = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        super().__init__(f"{len(reasons)} of the runs failed ({lines})")
+    def __init__(
+        self, failed: Mapping[str, str | None], refused: Mapping[str, str | None] | None = None
+    ):
+        self.reasons = {**failed, **(refused or {})}
+        kinds = (("failed", failed), ("were refused and skipped", refused or {}))
+        super().__init__("; ".join(_counted(what, runs) for what, runs in kinds if runs))
+
+
+def _counted(what: str, reasons: Mapping[str, str | None]) -> str:
+    lines = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return f"{len(reasons)} of the runs {what} ({lines})"
 
 
 def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
@@ -208,26 +245,34 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         run_jobs(list(group), options.device)
 
 
-def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
-    """Runs of equal shape share a program."""
+def _simulate(
+    runs: Mapping[str, Settings], waiting: Sequence[str], out: Path, options: Options
+) -> None:
+    """Runs of equal shape share a program. `runs` has the finished ones too, as others may have
+    shared a program with them."""
     device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
     def loaded(workload: str, **own: Any) -> Workload:
         return load(workload, data=options.data, device=device, download=options.download, **own)
 
-    shapes: dict[tuple[Any, ...], list[str]] = {}
-    for name, settings in runs.items():
-        alone = () if options.share_program else (name,)
-        shapes.setdefault(shape_of(settings) + alone, []).append(name)
-    for names in shapes.values():
+    def simulated(name: str) -> SimulatedRun:
+        run = runs[name]
+        return SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
+
+    for names, vectorize, resumed in grouped(
+        runs,
+        waiting,
+        out,
+        resume=options.resume,
+        share=options.share_program,
+        vectorize=options.vectorize,
+    ):
         simulate_runs(
-            [
-                SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
-                for name, run in ((name, runs[name]) for name in names)
-            ],
+            [simulated(name) for name in names],
             quiet=options.quiet,
-            vectorize=options.vectorize,
+            vectorize=vectorize,
+            resume=resumed,
         )
 
 

@@ -3,12 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from palsgd.lab.comparison import COMPARED
 from palsgd.lab.run_folder import Line, Record, plain
+
+# Fields that need the other runs of a collection, by the axis of the cost.
+TO_TARGET = {
+    "steps_to_target": "step",
+    "gradient_steps_to_target": "gradient_steps",
+    "time_to_target_s": "time_s",
+    "bytes_to_target": "bytes_sent",
+}
+AT_EQUAL = {
+    "metric_at_equal_steps": "step",
+    "metric_at_equal_gradients": "gradient_steps",
+    "metric_at_equal_examples": "examples",
+    "metric_at_equal_time": "time_s",
+}
+COMPARED = ("target", *TO_TARGET, *AT_EQUAL)
 
 
 def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str, Any]) -> Record:
-    """The summary of one run. `comparison.compared` adds the fields that need the other runs."""
+    """The summary of one run. `collection.write_collection` fills the fields that need the other
+    runs."""
     evaluated = [line for line in map(plain, lines) if "metric" in line]
     known = [line for line in evaluated if line["metric"] is not None] or evaluated[-1:]
     last, best = (

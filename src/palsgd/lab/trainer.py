@@ -22,7 +22,12 @@ from palsgd import references, registry
 from palsgd.events import Averaged, Event, Synced
 from palsgd.lab import workloads
 from palsgd.lab.device import device_words, wait_for
-from palsgd.lab.evaluation import evaluation_is_due
+from palsgd.lab.evaluation import (
+    evaluated,
+    evaluation_is_due,
+    random_numbers_kept,
+    statistics_batches,
+)
 from palsgd.lab.factory import (
     MeanNorm,
     agreement,
@@ -213,24 +218,36 @@ class Trainer:
         if self._warming_up():  # as DDP itself does before its next forward pass
             for buffer in self.net.buffers():
                 dist.broadcast(buffer, src=0)
+        elif self.settings.buffers == "recompute":
+            self._recompute_buffers()
         with self.opt.anchor_weights(), self._autocast():
-            totals = self.workload.totals(self.net, part=self.rank, parts=self.world)
-        dist.all_reduce(totals)
-        loss, metric = self.workload.score(totals)
+            found = evaluated(
+                self.workload, self.net, part=self.rank, parts=self.world, summed=_summed
+            )
         lines = self._joined_records()
         if self.opt.clock == 0:
             lines = [start_line(self.settings, self.steps, self.settings.workers)]
         self._evaluated_at = self.opt.clock
-        lines[-1] |= {"loss": loss, "metric": metric}
+        lines[-1] |= found
         if self.rank == 0:
             self.folder.append("metrics", lines)
-            self._keep_if_best(metric)
-        if not math.isfinite(loss):
+            self._keep_if_best(found["metric"])
+        if not math.isfinite(found["loss"]):
             raise palsgd.NonFiniteError(
-                f"the validation loss is {loss} at step {self.opt.clock}; lower the learning rate "
-                "or clip gradients"
+                f"the validation loss is {found['loss']} at step {self.opt.clock}; lower the "
+                "learning rate or clip gradients"
             )
         self._go_on()
+
+    def _recompute_buffers(self) -> None:
+        """Take the statistics of the global model anew. Dropout inside draws no random numbers of
+        the training."""
+        worker = self.rank // self.settings.ranks_per_worker
+        batches = statistics_batches(self.workload, self.settings, worker)
+        with random_numbers_kept(self.workload.device), self._autocast():
+            self.opt.recompute_buffers(
+                batches, lambda _, batch: self.workload.loss(self.net, batch)
+            )
 
     def _joined_records(self) -> list[dict[str, Any]]:
         """The lines from the records of all ranks since the last call."""
@@ -370,6 +387,11 @@ def own_files(settings: Settings) -> dict[str, str | None]:
         "method_sha256": registry.sha256(settings.method),
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _summed(totals: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(totals)
+    return totals
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:

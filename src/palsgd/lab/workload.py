@@ -63,13 +63,8 @@ class Workload(ABC):
         """`data` is a folder, for workloads that need files; `download` fetches missing ones.
         `sharding`, `split` and `context` are as in the settings of a run."""
         self.data, self.device, self.seed = data, torch.device(device), seed
-        if sharding.startswith("dirichlet") and not self.labelled:
-            raise ValueError(
-                f"sharding={sharding} deals out examples by their labels, and those of {self.name} "
-                "have none; use fixed or reshuffled"
-            )
+        self.check(sharding=sharding, context=context)
         if context is not None:
-            self._check_context(context)
             self.context = context
         self.sharding, self.split = sharding, split
         self.download, self.progress = download, progress
@@ -94,16 +89,30 @@ class Workload(ABC):
                 raise
             cls.source.download(data, progress)
 
-    def _check_context(self, context: int) -> None:
-        if self.context is None:
+    @classmethod
+    def check(
+        cls, *, sharding: str = "reshuffled", context: int | None = None, target_on: str = "loss"
+    ) -> None:
+        """Refuse settings that this workload cannot follow. Nothing is loaded for it."""
+        if sharding.startswith("dirichlet") and not cls.labelled:
             raise ValueError(
-                f"context={context} is for texts that are cut, and {self.name} has none; leave it "
+                f"sharding={sharding} deals out examples by their labels, and those of {cls.name} "
+                "have none; use fixed or reshuffled"
+            )
+        if context is not None and cls.context is None:
+            raise ValueError(
+                f"context={context} is for texts that are cut, and {cls.name} has none; leave it "
                 "out"
             )
-        if context > self.context:
+        if context is not None and cls.context is not None and context > cls.context:
             raise ValueError(
-                f"context={context} is more than the {self.context} positions of the model of "
-                f"{self.name}; use context <= {self.context}"
+                f"context={context} is more than the {cls.context} positions of the model of "
+                f"{cls.name}; use context <= {cls.context}"
+            )
+        if target_on == "train_metric" and cls.training_totals is Workload.training_totals:
+            raise ValueError(
+                f"target_on=train_metric: {cls.name} has no metric on training examples; use "
+                "train_loss"
             )
 
     @abstractmethod
@@ -144,6 +153,11 @@ class Workload(ABC):
                 count = len(pytree.tree_leaves(batch)[0])
                 sums += torch.cat([means * count, sums.new_tensor([count])])
         return sums
+
+    def training_totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor | None:
+        """The same over a sample of the training examples, for `train_metric`; None where a
+        workload has none."""
+        return None
 
     def score(self, totals: Tensor) -> tuple[float, float]:
         """Loss and metric from totals that were added up."""

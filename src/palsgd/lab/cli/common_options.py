@@ -59,6 +59,17 @@ Pull = Annotated[
     ),
 ]
 Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
+Seeds = Annotated[
+    int, typer.Option(min=1, help="So many, counted from --seed; the same for all methods.")
+]
+Controls = Annotated[
+    bool,
+    typer.Option(
+        "--controls",
+        help="Also run what tells the parts of a mixing method apart: no pull, the raised learning "
+        "rate alone, equal gradients, and more.",
+    ),
+]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="All workers in this process, on one device.")
 ]

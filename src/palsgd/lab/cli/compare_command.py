@@ -1,7 +1,10 @@
 """`palsgd compare`: several methods beside each other."""
 
+import typer
+
 from palsgd.lab.cli.common_options import (
     Changes,
+    Controls,
     Data,
     Device,
     Download,
@@ -18,15 +21,17 @@ from palsgd.lab.cli.common_options import (
     Report,
     Resume,
     Seed,
+    Seeds,
     Simulate,
     Steps,
     SyncEvery,
     Workers,
     cluster_fields,
     method_names,
+    new_folder,
     settings_from,
 )
-from palsgd.lab.cli.running import run_compared
+from palsgd.lab.cli.running import run_and_show
 
 
 def compare(
@@ -43,6 +48,8 @@ def compare(
     mix_rate: MixRate = None,
     pull: Pull = None,
     seed: Seed = None,
+    seeds: Seeds = 1,
+    controls: Controls = False,
     out: Out = None,
     data: Data = None,
     download: Download = False,
@@ -52,16 +59,25 @@ def compare(
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
-    """Run several methods on the same data and seeds; the target is what DDP reaches.
+    """Run several methods on the same data and seeds, and say what may be said of them.
 
-    Example: palsgd compare stories --workers 4 --simulate --steps 1000
+    Verdicts need several seeds, and settings that were tuned for each method.
+
+    Example: palsgd compare digits --simulate --seeds 5 --controls
     """
-    names = method_names(methods)
+    from palsgd.lab.run_list import with_controls, with_seeds
+
+    names = method_names(methods)  # first: settings may be those of a user's own method
     settings = settings_from(
         recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
         sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
         cluster=cluster_fields(cluster),
     )  # fmt: skip
-    run_compared(settings, names, out, recipe, report=report, simulate=simulate,
+    runs = {method: settings.changed({"method": method}) for method in names}
+    if controls:
+        runs, left_out = with_controls(runs, seeds=seeds)
+        for name, reason in left_out.items():
+            typer.echo(f"left out: the control {name}, as {reason}", err=True)
+    run_and_show(with_seeds(runs, seeds), out or new_folder(recipe), report, simulate=simulate,
              data=data, download=download, device=device, force=force, resume=resume,
              quiet=quiet)  # fmt: skip

@@ -14,6 +14,7 @@ from palsgd.lab.cli.common_options import (
     Recipe,
     Report,
     Resume,
+    Seeds,
     Simulate,
     import_method,
     new_folder,
@@ -38,6 +39,7 @@ def sweep(
         int | None,
         typer.Option(help="So many random points; values may be ranges such as lr=1e-4..1e-1."),
     ] = None,
+    seeds: Seeds = 1,
     simulate: Simulate = False,
     out: Out = None,
     data: Data = None,
@@ -50,8 +52,9 @@ def sweep(
 ) -> None:
     """Run a grid, or random points, over any fields. Finished points are not run again.
 
-    Example: palsgd sweep digits method=ddp,palsgd seed=1,2,3 --simulate
+    Example: palsgd sweep digits method=ddp,palsgd lr=1e-3,2e-3 --seeds 3 --simulate
     """
+    from palsgd.lab.run_list import with_seeds
     from palsgd.lab.run_set import grid_of, random_points
 
     import_method(None, *values)
@@ -61,11 +64,13 @@ def sweep(
         if random is None
         else random_points(base, fields, random, seed=base.seed)
     )
+    if "seed" in fields and seeds > 1:
+        raise ValueError(f"--seeds {seeds} and seed={fields['seed']} both name seeds; give one")
     if not quiet:
         typer.echo(f"{len(points)} points", err=True)
-    run_and_show(points, out or new_folder(recipe, "-sweep"), report, swept=tuple(fields),
-         simulate=simulate, data=data, download=download, device=device, force=force,
-         resume=resume, quiet=quiet)  # fmt: skip
+    run_and_show(with_seeds(points, seeds), out or new_folder(recipe, "-sweep"), report,
+         swept=tuple(fields), simulate=simulate, data=data, download=download, device=device,
+         force=force, resume=resume, quiet=quiet)  # fmt: skip
 
 
 def _swept(values: list[str]) -> dict[str, list[Any]]:

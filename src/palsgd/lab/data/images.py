@@ -49,8 +49,8 @@ class Photographs(ABC):
         """Images and labels for training, on the device."""
 
     @abstractmethod
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Images and labels of a part of the validation set, on the device."""
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        """The middles of images of `train` or `val`, and their labels, on the device."""
 
     def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
         """The images of a batch, and the random numbers for their crops."""
@@ -72,13 +72,13 @@ class FromFiles(Photographs):
         self._begun[worker, workers, size] = begun
         return self._collect(begun.pop(index))
 
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        view = middle(self._resolution)
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        view, folder = middle(self._resolution), {"train": self.train, "val": self.val}[split]
 
         def example(i: int) -> tuple[Any, int]:
-            return view(decoded(self.val, i)), self.val.targets[i]
+            return view(decoded(folder, i)), folder.targets[i]
 
-        return self._collect([self._pool.submit(example, i) for i in range(len(self.val))[part]])
+        return self._collect([self._pool.submit(example, i) for i in range(len(folder))[part]])
 
     def _begin(self, *batch: int) -> list[Future]:
         which, chances = self._drawn(*batch)
@@ -107,22 +107,21 @@ class InMemory(Photographs):
 
     def __init__(self, train: Any, val: Any, **settings: Any):
         super().__init__(train, val, **settings)
-        self._images, self._labels = self._loaded(train)
-        self._val_images, self._val_labels = self._loaded(val)
+        self._loaded = {"train": self._read(train), "val": self._read(val)}
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
         which, chances = self._drawn(worker, workers, size, index)
         which = on_device.sent(which, self._device)
-        images = self._images[which]
+        images, labels = (each[which] for each in self._loaded["train"])
         height, width = images.shape[2:]
         crops = [random_crop(height, width, chance) for chance in chances]
-        return normalized(zoomed(images, crops, self._resolution)), self._labels[which]
+        return normalized(zoomed(images, crops, self._resolution)), labels
 
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        view = middle(self._resolution)
-        return normalized(view(self._val_images[part].float())), self._val_labels[part]
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        view, (images, labels) = middle(self._resolution), self._loaded[split]
+        return normalized(view(images[part].float())), labels[part]
 
-    def _loaded(self, folder: Any) -> tuple[Tensor, Tensor]:
+    def _read(self, folder: Any) -> tuple[Tensor, Tensor]:
         images = list(self._pool.map(lambda i: decoded(folder, i), range(len(folder))))
         return _pixels(images).to(self._device), torch.tensor(folder.targets).to(self._device)
 

@@ -47,11 +47,19 @@ class Reached:
     resolution: float  # the distance between the evaluations around it, of which it is a part
 
 
-def reach(curve: QualityCurve, level: float, axis: str, *, draws: int = DRAWS) -> Reached | None:
+def reach(
+    curve: QualityCurve,
+    level: float,
+    axis: str,
+    *,
+    draws: int = DRAWS,
+    noise: np.ndarray | None = None,
+) -> Reached | None:
     """The cost at which the mean over seeds first is at most `level`, between two evaluations by a
-    straight line. None: it never is."""
+    straight line. None: it never is. `noise`: factors of the cost, one per draw, where the cost
+    itself is uncertain, as measured seconds are."""
     costs = curve.costs[axis]
-    at = crossing(curve.mean(), costs, np.array([level]))[0]
+    at = float(crossing(curve.mean(), costs, np.array([level]))[0])
     if math.isnan(at):
         return None
     place = int(np.searchsorted(costs, at))
@@ -62,7 +70,7 @@ def reach(curve: QualityCurve, level: float, axis: str, *, draws: int = DRAWS) -
     drawn = np.array(
         [crossing(curve.mean(rows), costs, np.array([level]))[0] for rows in resampled(n, draws)]
     )
-    low, high = bounds(drawn)
+    low, high = bounds(drawn if noise is None else drawn * noise)
     return Reached(Interval(at, low, high, n, f"95% bootstrap over {n} seeds"), resolution)
 
 
@@ -73,7 +81,7 @@ def crossing(falling: np.ndarray, costs: np.ndarray, levels: np.ndarray) -> np.n
     for number, (at, level) in enumerate(zip(first, levels, strict=True)):
         if falling[at] > level:
             continue
-        if at == 0 or falling[at - 1] == falling[at]:
+        if at == 0 or not np.isfinite(falling[at - 1]):  # nothing to draw a line from
             found[number] = costs[at]
             continue
         share = (falling[at - 1] - level) / (falling[at - 1] - falling[at])

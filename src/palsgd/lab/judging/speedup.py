@@ -11,7 +11,8 @@ from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, bounds, crossi
 @dataclass(frozen=True, eq=False)
 class SpeedUp:
     """At `levels`, from poor to good: above 1 the method is ahead. nan where one of the two never
-    reaches a level; the band is nan with one seed, and infinite where some draws never reach it."""
+    reaches a level; the band is nan with one seed. It begins at 0 where in some draws of the seeds
+    the method never arrives, and has no end where in some the baseline never does."""
 
     levels: np.ndarray
     ratio: np.ndarray
@@ -39,15 +40,18 @@ def speed_up(
     rows = _rows(baseline, seeds), _rows(method, seeds)
 
     def ratio(chosen: np.ndarray) -> np.ndarray:
+        """Whoever never arrives spends without end; where neither does, nan."""
         spent = [
             crossing(curve.mean(row[chosen]), curve.costs[axis], levels)
             for curve, row in zip((baseline, method), rows, strict=True)
         ]
+        base, own = (np.where(np.isnan(each), np.inf, each) for each in spent)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return spent[0] / spent[1]
+            return base / own
 
     n = len(seeds)
     found = ratio(np.arange(n))
+    found = np.where(np.isfinite(found) & (found > 0), found, np.nan)
     if n < 2:
         unknown = np.full(len(levels), np.nan)
         return SpeedUp(levels, found, unknown, unknown, n)
@@ -59,11 +63,11 @@ def speed_up(
 
 
 def _band(drawn: np.ndarray, value: float) -> tuple[float, float]:
-    """A draw in which the method never arrives is a speed-up of 0: it lies below all others."""
-    if np.isnan(value):
+    """Draws in which neither arrives say nothing about who is ahead."""
+    known = drawn[~np.isnan(drawn)]
+    if np.isnan(value) or not len(known):
         return np.nan, np.nan
-    low, high = bounds(np.where(np.isnan(drawn), np.nan, -drawn))
-    return (0.0 if np.isinf(high) else -high), -low
+    return bounds(known)
 
 
 def _rows(curve: QualityCurve, seeds: list[int]) -> np.ndarray:

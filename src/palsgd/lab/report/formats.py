@@ -1,6 +1,9 @@
 """Numbers as people read them."""
 
 import math
+from collections.abc import Callable
+
+from palsgd.lab.judging.interval import Interval
 
 GAP = "\N{NO-BREAK SPACE}"
 NONE = "\N{EN DASH}"  # for what is not known
@@ -13,6 +16,20 @@ def number(value: float | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.{digits}f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def interval(found: Interval, shown: "Callable[[float | None], str] | None" = None) -> str:
+    """The bounds; nothing where there are none."""
+    if found.n < 2 or math.isnan(found.low) or math.isinf(found.low):
+        return ""
+    text = shown or number
+    return f"[{text(found.low)}, {text(found.high) if math.isfinite(found.high) else 'no bound'}]"
+
+
+def times(found: Interval) -> str:
+    """A speed-up."""
+    bounds = interval(found, lambda value: f"{value:.3g}")
+    return f"{found.value:.3g} x{f' {bounds}' if bounds else ''}"
 
 
 def count(value: float | None) -> str:

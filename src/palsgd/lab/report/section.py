@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from palsgd import references
-from palsgd.lab.comparison import Comparison, ToTarget, mean
+from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group, group, named, shown, sortable
-from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
@@ -107,10 +107,7 @@ class Section:
 
     @property
     def findings(self) -> list[str]:
-        rows = self.comparison.to_target() if self.comparison.baselines else []
-        if len(rows) > 4:
-            return []
-        return [self._finding(row) for row in rows if row.tried and not row.group.is_baseline]
+        return self.comparison.verdicts
 
     @property
     def notes(self) -> list[str]:
@@ -146,16 +143,6 @@ class Section:
             for run in self.runs
         }
         return ", ".join(sorted(engines))
-
-    def _finding(self, row: ToTarget) -> str:
-        name = row.group.label
-        if row.reached < row.tried:
-            runs = f" in {row.tried - row.reached} of {row.tried} runs" if row.tried > 1 else ""
-            return f"{name} missed DDP's final {self.metric}{runs}."
-        saved = {key: value for key, value in row.saved.items() if value is not None}
-        words = {"time_s": "time", "step": "steps", "bytes_sent": "bytes"}
-        parts = [_less(saved[key], word) for key, word in words.items() if key in saved]
-        return f"{name} reached DDP's final {self.metric} with {_listed(parts)}."
 
     # --- figures
 
@@ -209,8 +196,14 @@ class Section:
     def _references(self, quantity: str) -> list[Reference]:
         if quantity == "loss":
             known = (run.config.get("floor") for run in self.runs)
-            return _reference("floor", [float(floor) for floor in known if floor is not None])
-        return _reference("target", self.comparison.targets) if quantity == "metric" else []
+            floors = _reference("floor", [float(floor) for floor in known if floor is not None])
+            return [*floors, *self._targets(quantity)]
+        return self._targets(quantity)
+
+    def _targets(self, quantity: str) -> list[Reference]:
+        targets = {self.comparison.target_of(each) for each in self.groups}
+        values = [each.value for each in targets if each is not None and each.on == quantity]
+        return _reference("target", values)
 
     def _ablation(self, ablation: Ablation) -> Panel:
         self.switches["final"] = {"metric": self.metric, "loss": "loss"}
@@ -244,8 +237,9 @@ class Section:
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
         for each in ablation.beside[:4]:
-            value = mean([v for run in each.runs if (v := final(run, key)) is not None])
-            if value is not None:
+            values = [v for run in each.runs if (v := final(run, key)) is not None]
+            if values:
+                value = fmean(values)
                 yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
 
     def _timelines(self) -> Iterable[Panel]:
@@ -308,15 +302,6 @@ def _short(value: float) -> float:
 def _json(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c")
-
-
-def _less(saved: float, what: str) -> str:
-    less = "less" if what == "time" else "fewer"
-    return f"{formats.percent(abs(saved))} {less if saved >= 0 else 'more'} {what}"
-
-
-def _listed(parts: list[str]) -> str:
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _text(value: Any) -> str:

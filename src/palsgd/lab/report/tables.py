@@ -7,6 +7,7 @@ from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, differing, named, shown
 from palsgd.lab.report import formats
+from palsgd.lab.verdicts import not_reached
 
 
 @dataclass(frozen=True)
@@ -31,78 +32,82 @@ class Table:
 
 
 def target_table(comparison: Comparison, metric: str) -> Table | None:
-    targets = comparison.targets
-    if not targets:
+    rows = comparison.to_target()
+    if not rows:
         return None
     numbers = {group: at for at, group in enumerate(comparison.groups)}
-    values = ", ".join(formats.number(target) for target in targets[:4])
+    targets = list(dict.fromkeys(row.target for row in rows))[:4]
+    values = "; ".join(f"{formats.number(target.value)}: {target.source}" for target in targets)
     return Table(
-        title="Time to target",
-        caption=f"Cost until the first evaluation with DDP's final {metric} ({values}). Speed-up "
-        "is the share of DDP's time saved; the small figures say the same of "
-        "each column. Means over runs.",
-        head=["speed-up over DDP", "time", "steps", "gradients", "bytes"],
+        title="To the target",
+        caption=f"Cost until the mean over seeds first is at {comparison.quality.name} {values}. "
+        "Between two evaluations by a straight line. Below: the 95% interval over seeds, and what "
+        "the baseline spends divided by it.",
+        head=["time", "steps", "gradients", "bytes"],
         rows=[
-            Row(numbers[row.group], row.group.label, _target_cells(row))
-            for row in comparison.to_target()
+            Row(numbers[row.group], row.group.label, _target_cells(row, comparison)) for row in rows
         ],
     )
 
 
-def _target_cells(row: ToTarget) -> list[Cell]:
-    if not row.tried:
-        return [Cell("not yet"), *[Cell(formats.NONE)] * 4]
+_TARGET_COLUMNS = {
+    "time_s": formats.seconds,
+    "step": formats.count,
+    "gradient_steps": formats.count,
+    "bytes_sent": formats.size,
+}
+
+
+def _target_cells(row: ToTarget, comparison: Comparison) -> list[Cell]:
+    same = comparison.same_programs.get(row.group)
     if not row.reached:
-        return [Cell("missed"), *[Cell(formats.NONE)] * 4]
-    some = f"{row.tried - row.reached} of {row.tried} missed" if row.reached < row.tried else ""
-    shown = (formats.seconds, formats.count, formats.count, formats.size)
-    baseline = row.group.is_baseline
-    cells = [
-        Cell(text(row.spent[key]), "" if baseline or key == "time_s" else _change(row.saved[key]))
-        for text, key in zip(shown, row.spent, strict=True)
-    ]
-    return [Cell(formats.NONE if baseline else formats.percent(row.saved["time_s"]), some), *cells]
-
-
-def _change(saved: float | None) -> str:
-    if saved is None:
-        return ""
-    return f"{formats.percent(abs(saved))} {'fewer' if saved >= 0 else 'more'}"
+        return [Cell(not_reached(row)), *[Cell(formats.NONE)] * 3]
+    cells = []
+    for axis, text in _TARGET_COLUMNS.items():
+        if axis not in row.costs:
+            cells.append(Cell(formats.NONE))
+            continue
+        cost, gain = row.costs[axis].cost, row.speed_ups.get(axis)
+        notes = [formats.interval(cost, text), "" if gain is None else formats.times(gain)]
+        cells.append(Cell(text(cost.value), " ".join(filter(None, notes))))
+    if same is not None:
+        cells[0] = Cell(cells[0].text, f"the same program as {same.label}")
+    return cells
 
 
 def final_table(comparison: Comparison, metric: str) -> Table:
     return Table(
         title="Final values",
-        caption="Of the global model on the validation set: mean over runs, and the sample "
-        f"variance below where there are several. The last columns show the {metric} at the last "
-        "evaluation within what the most frugal run used.",
-        head=[
-            "runs",
-            "loss",
-            metric,
-            f"at equal steps ({formats.count(comparison.budgets['step'])})",
-            f"at equal gradients ({formats.count(comparison.budgets['gradient_steps'])})",
-            f"at equal time ({formats.seconds(comparison.budgets['time_s'])})",
-        ],
+        caption="Of the global model on the validation set: mean over seeds, with its 95% interval "
+        "where there are several. The last columns show the "
+        f"{comparison.quality.name} when the least is spent that runs of equal K and batch spent.",
+        head=["seeds", "loss", metric, *(f"at equal {word}" for word in _EQUAL.values())],
         rows=_rows(comparison, _final_cells),
     )
+
+
+_EQUAL = {
+    "step": "steps",
+    "gradient_steps": "gradients",
+    "examples": "examples",
+    "time_s": "time",
+}
 
 
 def _final_cells(row: Final) -> list[Cell]:
     return [
         Cell(str(len(row.group.finished)), _seeds(row.group)),
-        Cell(formats.number(row.loss), _variance(row.loss_variance)),
-        Cell(formats.number(row.metric), _variance(row.metric_variance)),
-        *(Cell(formats.number(value)) for value in row.equal.values()),
+        *(Cell(formats.number(v.value), formats.interval(v)) for v in (row.loss, row.metric)),
+        *(Cell(_equal(row, axis)) for axis in _EQUAL),
     ]
+
+
+def _equal(row: Final, axis: str) -> str:
+    return formats.number(row.equal[axis].value) if axis in row.equal else formats.NONE
 
 
 def _seeds(group: Group) -> str:
     return f"{len(group.seeds)} seeds" if len(group.seeds) > 1 else f"seed {group.seeds[0]}"
-
-
-def _variance(value: float | None) -> str:
-    return "" if value is None else f"var {formats.small(value)}"
 
 
 def cost_table(comparison: Comparison) -> Table:

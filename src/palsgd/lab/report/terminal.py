@@ -1,4 +1,4 @@
-"""The comparison as a table for the terminal."""
+"""The comparison for the terminal: its verdicts, and a table."""
 
 from __future__ import annotations
 
@@ -7,70 +7,91 @@ from typing import TYPE_CHECKING
 
 from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
-from palsgd.lab.groups import group
+from palsgd.lab.groups import Group, group
 from palsgd.lab.report import formats
 from palsgd.lab.run_folder import find_runs
+from palsgd.lab.timing.pace import Pace
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 # A terminal of 80 characters has room for these; the report has all columns.
-_COLUMNS = ("loss", "metric", "to target", "speed-up", "gradients", "time", "sent")
+_COLUMNS = ("loss", "metric", "to target", "gradients", "sent", "time")
 
 
-def terminal_table(folders: list[Path]) -> Table:
-    """Final values, what each setting took to DDP's final metric, and what it took in all."""
+def terminal_table(folders: list[Path]) -> RenderableType:
+    """Of each workload the verdicts, then a table."""
+    from rich.console import Group as Parts
+    from rich.text import Text
+
+    runs = find_runs(folders)
+    parts: list[RenderableType] = []
+    for workload in dict.fromkeys(run.workload for run in runs):
+        comparison = Comparison(group([run for run in runs if run.workload == workload]))
+        # Text, not str: rich would read [brackets] as markup.
+        parts += [Text(sentence) for sentence in comparison.verdicts]
+        parts.append(_table(comparison, references.short(workload)))
+    return Parts(*parts)
+
+
+def _table(comparison: Comparison, title: str) -> Table:
+    """Final values, what each setting took to the target, and what it took in all."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    runs = find_runs(folders)
-    workloads = dict.fromkeys(run.workload for run in runs)
-    caption = "to target: time until DDP's final metric; sent: by each worker"
-    if any(run.config.get("cluster") for run in runs):
-        caption += "; time: projected on the cluster"
-    elif any(run.config.get("simulated") for run in runs):
-        caption += "; time: of the simulation"
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
-    alone = references.short(runs[0].workload) if len(workloads) == 1 else ""
-    table.add_column(alone, min_width=8)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=_caption(comparison))
+    table.add_column(title, min_width=8)
     for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for workload in workloads:
-        comparison = Comparison(group([run for run in runs if run.workload == workload]))
-        finals = {row.group: row for row in comparison.finals()}
-        for row in comparison.to_target():
-            which = "" if alone else f"{references.short(workload)}: "
-            name = f"{which}{row.group.label}"
-            cells = [*_final(finals.get(row.group)), *_target(row, bool(comparison.targets))]
-            cells += _totals(finals.get(row.group))
-            # Text, not str: rich would read [brackets] in a name as markup.
-            table.add_row(Text(name), *(Text(cell) for cell in cells))
+        table.add_column(name, justify="right")
+    finals = {row.group: row for row in comparison.finals()}
+    reached = {row.group: row for row in comparison.to_target()}
+    for each in comparison.groups:
+        cells = _cells(each, finals.get(each), reached.get(each), comparison)
+        table.add_row(Text(each.label), *(Text(cell) for cell in cells))
     return table
 
 
-def _final(row: Final | None) -> list[str]:
-    if row is None:
-        return ["unfinished", "unfinished"]
-    return [formats.number(row.loss), formats.number(row.metric)]
+def _caption(comparison: Comparison) -> str:
+    words = ["means over seeds with 95% intervals", "sent: by each worker"]
+    if comparison.target is not None:
+        at = f"{comparison.quality.name} {formats.number(comparison.target.value)}"
+        words.insert(1, f"to target: steps to {at}")
+    return "; ".join(words)
 
 
-def _target(row: ToTarget, known: bool) -> list[str]:
-    if not known or not row.tried:
-        return [formats.NONE] * 2
-    if not row.reached:
-        return ["missed", formats.NONE]
-    if row.reached < row.tried:
-        return [f"{row.tried - row.reached} of {row.tried} missed", formats.NONE]
-    saved = formats.NONE if row.group.is_baseline else formats.percent(row.saved["time_s"])
-    return [formats.seconds(row.spent["time_s"]), saved]
-
-
-def _totals(row: Final | None) -> list[str]:
-    if row is None:
-        return [formats.NONE] * 3
+def _cells(
+    own: Group, final: Final | None, reached: ToTarget | None, comparison: Comparison
+) -> list[str]:
+    if final is None:
+        return ["unfinished", *[formats.NONE] * 5]
+    same = comparison.same_programs.get(own)
     return [
-        formats.count(row.totals["gradient_steps"]),
-        formats.seconds(row.totals["wall_s"]),
-        formats.size(row.totals["bytes_sent"]),
+        _with_interval(final.loss),
+        _with_interval(final.metric),
+        f"the same program as {same.label}" if same is not None else _to_target(reached),
+        formats.count(final.totals["gradient_steps"]),
+        formats.size(final.totals["bytes_sent"]),
+        formats.seconds(_seconds(final, comparison.paces[own])),
     ]
+
+
+def _seconds(final: Final, pace: Pace | None) -> float | None:
+    steps = final.totals["steps"]
+    return None if pace is None or steps is None else pace.seconds(steps)
+
+
+def _with_interval(found: formats.Interval) -> str:
+    return " ".join(filter(None, [formats.number(found.value), formats.interval(found)]))
+
+
+def _to_target(row: ToTarget | None) -> str:
+    if row is None:
+        return formats.NONE
+    if not row.reached:
+        return f"not reached within {row.steps:,.0f}"
+    cost = row.costs["step"].cost
+    return " ".join(
+        filter(None, [formats.count(cost.value), formats.interval(cost, formats.count)])
+    )

@@ -68,6 +68,13 @@ def data_settings(settings: "Settings") -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("seed", "sharding", "split", "context")}
 
 
+def check(settings: "Settings") -> None:
+    """Refuse settings that the workload cannot follow, before anything is loaded."""
+    kind(settings.workload).check(
+        sharding=settings.sharding, context=settings.context, target_on=settings.target_on
+    )
+
+
 def sha256(name: str) -> str | None:
     """Of the file of a user's own workload; None for palsgd's."""
     return references.sha256(name, _kind()) if _is_own(name) else None
