@@ -25,6 +25,7 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+from palsgd.progress import Whole
 
 _HANDLED = [
     getattr(signal, name)
@@ -59,11 +60,11 @@ def first_rank() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_jobs(jobs: list[Job], device: str) -> None:
+def run_jobs(jobs: list[Job], device: str, whole: Whole | None = None) -> None:
     """Run the jobs one after another in the same processes, as starting processes takes longer than
-    a short run."""
+    a short run. `whole` is what they are part of."""
     if under_torchrun():
-        work(jobs, device)
+        work(jobs, device, whole)
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,7 +82,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
     )
     try:
         with _environment(), interrupts.starting_children():
-            elastic_launch(config, work)(jobs, device)
+            elastic_launch(config, work)(jobs, device, whole)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
     except ChildFailedError as error:
@@ -107,7 +108,7 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
     return RuntimeError(f"worker {rank} failed: {last}")
 
 
-def work(jobs: list[Job], wanted: str) -> None:
+def work(jobs: list[Job], wanted: str, whole: Whole | None = None) -> None:
     """Run the jobs in a worker process."""
     interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
@@ -120,7 +121,7 @@ def work(jobs: list[Job], wanted: str) -> None:
     try:
         for job in _as_rank_0_has_them(jobs):
             try:
-                _work_on(job, device, loaded)
+                _work_on(job, device, loaded, whole)
             except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
                 if dist.get_rank() == 0:
                     RunFolder(job.folder).write_failure(error)
@@ -128,13 +129,15 @@ def work(jobs: list[Job], wanted: str) -> None:
         dist.destroy_process_group()
 
 
-def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
+def _work_on(
+    job: Job, device: torch.device, load: Callable[..., Workload], whole: Whole | None
+) -> None:
     own = data_settings(job.settings)
     workload = load(
         job.settings.workload, data=job.data, device=device, download=job.download, **own
     )
     folder = RunFolder(job.folder)
-    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
+    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train(whole)
 
 
 def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
