@@ -12,7 +12,7 @@ import yaml
 
 from palsgd import progress
 from palsgd.lab import cli, provenance, workloads
-from palsgd.lab.cli import running, sweep_command, train_command
+from palsgd.lab.cli import compare_command, running, sweep_command, train_command
 from support.commands import apart, environment, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
@@ -87,12 +87,15 @@ def test_examples_are_accepted_as_they_stand(tmp_path, monkeypatch):
     """All but what they run: flags and settings are read, nothing starts."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    for module in (running, train_command, sweep_command):
+    for module in (running, train_command, compare_command, sweep_command):
         monkeypatch.setattr(module, "run_and_show", lambda runs, *args, **kwargs: ran.append(runs))
     for command in ("demo", "train", "compare", "sweep"):
         example = re.search(r"Example: palsgd (.*)", palsgd(command, "--help").out).group(1)
         assert palsgd(*example.split()).code == 0
-    assert [len(runs) for runs in ran] == [4, 1, 4, 6]
+    demo, train, compare, sweep = (len(runs) for runs in ran)
+    assert (demo, train, sweep) == (4, 1, 6)
+    assert compare > 4 * 5  # four methods and some controls, with five seeds each
+    assert compare % 5 == 0
 
 
 def test_palsgd_alone_shows_the_help():
@@ -129,7 +132,7 @@ def test_recipes_lists_all_recipes_and_grids():
         ("sweep digits lr=1e-3..1e-1", "lr=1e-3..1e-1 is no number"),
         ("sweep digits lr=a..b --random 3", "lr=a..b is no range"),
         ("sweep digits seed=1,2 --random 0", "ask for at least 1"),
-        ("sweep digits mix_rate=1,1000", "use mix_rate <= 50"),
+        ("sweep digits mix_rate=1000,2000", "use mix_rate <= 50"),
         ("train digits steps=abc", "steps=abc is no whole number"),
         ("train digits --steps abc", "--steps"),
         ("train digits workers=0", "workers=0 must be at least 1"),
