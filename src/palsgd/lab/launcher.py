@@ -3,6 +3,7 @@
 import builtins
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
+from palsgd.lab.timing import record
+from palsgd.lab.timing.measure import can_be_timed, measure
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
@@ -108,8 +111,16 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
     return RuntimeError(f"worker {rank} failed: {last}")
 
 
-def work(jobs: list[Job], wanted: str, whole: Whole | None = None) -> None:
-    """Run the jobs in a worker process."""
+def work(
+    jobs: list[Job],
+    wanted: str,
+    whole: Whole | None = None,
+    link: str | None = None,
+    within_s: float = math.inf,
+) -> None:
+    """Time and run the jobs in a worker process. `whole` is what they are part of, `link` the
+    emulated one between the workers. Jobs that would take more than `within_s` in all are timed
+    only."""
     interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
@@ -119,7 +130,11 @@ def work(jobs: list[Job], wanted: str, whole: Whole | None = None) -> None:
     dist.init_process_group(backend)
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
-        for job in _as_rank_0_has_them(jobs):
+        jobs = _as_rank_0_has_them(jobs)
+        _time(jobs, device, loaded, link)
+        if within_s < math.inf:
+            jobs = _as_rank_0_has_them(_affordable(jobs, within_s))
+        for job in jobs:
             try:
                 _work_on(job, device, loaded, whole)
             except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
@@ -129,15 +144,54 @@ def work(jobs: list[Job], wanted: str, whole: Whole | None = None) -> None:
         dist.destroy_process_group()
 
 
+def _time(
+    jobs: list[Job], device: torch.device, load: Callable[..., Workload], link: str | None
+) -> None:
+    """Time the steps of all jobs that are compared, in turn, before the first one is trained. What
+    a collection has timed already is not timed again, so that a resumed one keeps its seconds."""
+    if len(jobs) < 2:
+        return
+    left = [job for job in jobs if can_be_timed(job.settings)]
+    left = _as_rank_0_has_them([job for job in left if record.session_of(job.folder) is None])
+    for alike in _by(left, lambda job: (job.settings.workload, job.settings.context)):
+        runs = {job.folder.name: job.settings for job in alike}
+        session = measure(runs, _workload(alike[0], device, load), link=link)
+        if dist.get_rank() == 0:
+            record.add(alike[0].folder.parent, session)
+    dist.barrier()
+
+
+def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
+    found: dict[Any, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(key(job), []).append(job)
+    return list(found.values())
+
+
+def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
+    """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
+    found = []
+    for job in jobs:
+        session = record.session_of(job.folder)
+        pace = None if session is None else session.pace(job.folder.name)
+        seconds = 0.0 if pace is None else pace.seconds(job.settings.steps or 0)
+        if seconds <= within_s:
+            found.append(job)
+            within_s -= seconds
+    return found
+
+
 def _work_on(
     job: Job, device: torch.device, load: Callable[..., Workload], whole: Whole | None
 ) -> None:
-    own = data_settings(job.settings)
-    workload = load(
-        job.settings.workload, data=job.data, device=device, download=job.download, **own
-    )
     folder = RunFolder(job.folder)
+    workload = _workload(job, device, load)
     Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train(whole)
+
+
+def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:
+    own = data_settings(job.settings)
+    return load(job.settings.workload, data=job.data, device=device, download=job.download, **own)
 
 
 def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:

@@ -27,8 +27,8 @@ Record = dict[str, Any]
 _FILES = (
     "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "failed.txt", "best.pt",
 )  # fmt: skip
-_ALWAYS = ("step", "gradient_steps", "time_s", "bytes_sent")
-_SOMETIMES = ("loss", "metric", "train_loss", "agreement", "lr")
+_ALWAYS = ("step", "gradient_steps", "bytes_sent")
+_SOMETIMES = ("time_s", "loss", "metric", "train_loss", "agreement", "lr")
 
 
 class RunFolder:

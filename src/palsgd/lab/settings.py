@@ -21,6 +21,7 @@ class Settings:
     ranks_per_worker: int = 1  # processes of each worker, which average every gradient
     steps: int | None = None  # of the clock; one of steps and epochs is given
     epochs: float | None = None
+    whole_rounds: bool = False  # a length in epochs is rounded to the nearest end of a round
     batch_size: int = 32  # per worker and gradient
     micro_batches: int = 1  # a gradient is the mean over this many parts of its batch
     sharding: str = "reshuffled"  # which examples a worker sees: fixed, reshuffled or dirichlet:A
@@ -173,14 +174,13 @@ class Settings:
         return replace(self, **found)
 
     def total_steps(self, examples: int) -> int:
-        """The clock at the end; an epoch is one pass over `examples` by all workers together. A
-        length in epochs is rounded to whole rounds, so that no worker has an odd last round. DDP
-        has the same length, though it has no rounds."""
+        """The clock at the end; an epoch is one pass over `examples` by all workers together."""
         if self.steps is not None:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
-        return self._in_whole_rounds(max(1, round(self.epochs * self._epoch_steps(examples))))
+        length = max(1, round(self.epochs * self._epoch_steps(examples)))
+        return self._nearest_end_of_a_round(length) if self.whole_rounds else length
 
     def _epoch_steps(self, examples: int) -> int:
         if not examples:
@@ -197,8 +197,9 @@ class Settings:
             )
         return steps
 
-    def _in_whole_rounds(self, steps: int) -> int:
-        """The nearest end of a round; the same number for a run without a whole round."""
+    def _nearest_end_of_a_round(self, steps: int) -> int:
+        """A run of less than a round keeps its length. DDP has the same length as the others,
+        though it has no rounds."""
         if isinstance(self.sync_every, str) or steps < self.warmup_steps + self.sync_every:
             return steps
         rounds = round((steps - self.warmup_steps) / self.sync_every)

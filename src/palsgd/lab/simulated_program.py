@@ -16,7 +16,7 @@ from palsgd.lab.forecast import work_of
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_run import SimulatedRun, shape_of
-from palsgd.lab.trainer import split_batch
+from palsgd.lab.worker_loop import split_batch
 from palsgd.progress import ProgressBar, Whole
 from palsgd.simulator import Checkpoints, Program, programs
 

@@ -82,6 +82,15 @@ OnCluster = Annotated[
         show_default=False,
     ),
 ]
+OnLink = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        help="Project seconds on this link: rate, latency and other fields of a cluster, e.g. "
+        "100mbit,20ms or 100mbit,20ms,step=50ms.",
+        show_default=False,
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME-TIME")
 ]

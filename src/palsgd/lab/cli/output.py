@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 
-def print_table(folders: list[Path]) -> None:
+def print_table(folders: list[Path], link: str | None = None) -> None:
     from palsgd.lab.report import terminal_table
 
-    print_parts([terminal_table(folders)])
+    print_parts([terminal_table(folders, link)])
 
 
 def print_parts(parts: Iterable[Any]) -> None:

@@ -15,7 +15,7 @@ from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.methods import plain_local
 from palsgd.lab.plan.candidates import CODES
 from palsgd.lab.settings import Settings
-from palsgd.lab.trainer import split_batch
+from palsgd.lab.worker_loop import split_batch
 from palsgd.transports import Alone, ambient
 
 BLOCKS, STEPS, WARM = 7, 3, 2  # blocks of steps that are timed, and steps before them

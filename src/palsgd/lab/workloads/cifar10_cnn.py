@@ -13,7 +13,7 @@ from palsgd.lab.settings import Settings
 # compares every setting.
 _PAPER = Settings(
     workload="cifar10-cnn", workers=4, epochs=100, batch_size=32, sync_every=32, mix_prob=0.25,
-    mix_rate=1.0, sharding="fixed", inner="sgd", lr=1e-2, outer_lr=0.1,
+    mix_rate=1.0, sharding="fixed", inner="sgd", lr=1e-2, outer_lr=0.1, whole_rounds=True,
 )  # fmt: skip
 RECIPES = {"cifar10-cnn": _PAPER} | {
     f"cifar10-cnn-k{workers}": replace(_PAPER, workers=workers) for workers in (8, 16, 32, 64)
@@ -21,6 +21,16 @@ RECIPES = {"cifar10-cnn": _PAPER} | {
 GRIDS = {
     "cifar10-cnn/K": {"workers": [4, 8, 16, 32, 64]},
     "cifar10-cnn/lr": {"lr": [1e-2, 1e-3, 1e-4], "outer_lr": [1.0, 0.1, 0.01]},
+}
+# lr and outer_lr have the paper's ranges, p those of its other studies.
+SEARCH = {
+    "lr": (1e-4, 3e-2),
+    "schedule": ["constant", "cosine"],
+    "sync_every": [32],
+    "outer_lr": (0.01, 1.0),
+    "outer_momentum": [0.5, 0.9],
+    "mix_prob": [0.05, 0.1],
+    "pull": (0.05, 0.6),
 }
 
 
