@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from palsgd.lab import workloads
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
-from palsgd.lab.methods import default_names
+from palsgd.lab.methods import default_names, runs_of, whole_names
 from palsgd.lab.run_folder import Line, Run, find_runs
 from palsgd.lab.run_list import with_controls, with_seeds
 from palsgd.lab.run_set import FailedRunsError, Options, grid_of, run_all
@@ -100,8 +100,8 @@ def compare(
         result.frame.groupby(["label", "step"]).loss.mean()
     """
     given = settings if workers is None else {**settings, "workers": workers}
-    base = workloads.recipe(workload).changed(given)
-    runs = {name: base.changed({"method": name}) for name in _names(methods)}
+    names = whole_names(_names(methods))  # first: settings may be those of a user's own method
+    runs = runs_of(workloads.recipe(workload).changed(given), names)
     if controls:
         runs, left_out = with_controls(runs, seeds=seeds)
         for name, reason in left_out.items():
@@ -131,12 +131,14 @@ def sweep(
     Example:
         result = palsgd.lab.sweep("digits", method=["ddp", "palsgd"], lr=[0.001, 0.002], seeds=3)
     """
+    own = settings.get("method", ())
+    whole_names([own] if isinstance(own, str) else own)  # its settings must be known first
     lists = {name: list(value) for name, value in settings.items() if _is_list(value)}
     rest = {name: value for name, value in settings.items() if name not in lists}
     if "seed" in lists and seeds > 1:
         raise ValueError(f"seeds={seeds} and seed={lists['seed']} both name seeds; give one")
     base = workloads.recipe(workload).changed(rest)
-    points = grid_of(base, lists) if lists else {base.method: base}
+    points = grid_of(base, lists) if lists else runs_of(base, [base.method])
     return _run(with_seeds(points, seeds), out, simulate, options, swept=tuple(lists))
 
 

@@ -65,6 +65,7 @@ def compare(
 
     Example: palsgd compare digits --simulate --seeds 5 --controls
     """
+    from palsgd.lab.methods import runs_of
     from palsgd.lab.run_list import with_controls, with_seeds
 
     names = method_names(methods)  # first: settings may be those of a user's own method
@@ -73,7 +74,7 @@ def compare(
         sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
         cluster=cluster_fields(cluster),
     )  # fmt: skip
-    runs = {method: settings.changed({"method": method}) for method in names}
+    runs = runs_of(settings, names)
     if controls:
         runs, left_out = with_controls(runs, seeds=seeds)
         for name, reason in left_out.items():

@@ -11,11 +11,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from palsgd.lab.forecast import work_of
 from palsgd.lab.launcher import Job, work
 from palsgd.lab.links.link import Link
 from palsgd.lab.links.network import Network
 from palsgd.lab.run_folder import write_json
 from palsgd.lab.settings import Settings
+from palsgd.progress import Whole
 
 TIMEOUT_S = 3600.0
 
@@ -54,7 +56,8 @@ def main() -> None:
         )
         for each in order["jobs"]
     ]
-    work(jobs, order["device"], order["link"], order["within_s"])
+    whole = Whole(runs=len(jobs), work=work_of(job.settings for job in jobs))
+    work(jobs, order["device"], whole, order["link"], order["within_s"])
 
 
 if __name__ == "__main__":
