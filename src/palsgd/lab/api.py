@@ -13,7 +13,7 @@ from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
 from palsgd.lab.methods import default_names
 from palsgd.lab.run_folder import Line, Run, find_runs
-from palsgd.lab.run_list import with_controls, with_seeds
+from palsgd.lab.run_list import compared_runs, with_seeds
 from palsgd.lab.run_set import FailedRunsError, Options, grid_of, run_all
 from palsgd.lab.settings import Settings
 
@@ -74,6 +74,7 @@ def compare(
     seeds: int = 1,
     simulate: bool = True,
     controls: bool = False,
+    tuned: Path | str | None = None,
     out: Path | str | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -87,6 +88,8 @@ def compare(
         seeds: so many for every method, counted from `seed`. One gives curves and no verdict.
         simulate: all workers in this process; False: real processes.
         controls: also run what tells the parts of a mixing method apart.
+        tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
+            it comes with one, and "none" for the recipe's settings for all.
         out: a folder for the files; by default one that is gone with the result.
         options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
         settings: any other settings, as `steps=600` or `lr=0.002`.
@@ -101,12 +104,13 @@ def compare(
     """
     given = settings if workers is None else {**settings, "workers": workers}
     base = workloads.recipe(workload).changed(given)
-    runs = {name: base.changed({"method": name}) for name in _names(methods)}
-    if controls:
-        runs, left_out = with_controls(runs, seeds=seeds)
-        for name, reason in left_out.items():
-            warnings.warn(f"the control {name} is left out, as {reason}", stacklevel=2)
-    return _run(with_seeds(runs, seeds), out, simulate, options)
+    runs, remarks = compared_runs(
+        {name: base.changed({"method": name}) for name in _names(methods)},
+        recipe=workload, seeds=seeds, controls=controls, tuned=tuned, given=given,
+    )  # fmt: skip
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=2)
+    return _run(runs, out, simulate, options)
 
 
 def sweep(
