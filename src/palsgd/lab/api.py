@@ -1,9 +1,11 @@
 """`palsgd compare` and `palsgd sweep` from Python: `palsgd.lab.compare`, `palsgd.lab.sweep`."""
 
+import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,6 @@ class Result:
 
     folder: Path
     failed: Mapping[str, str]  # runs that ended early by themselves, with the reason
-    kept_by: Any = field(default=None, repr=False)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -151,8 +152,7 @@ def _run(
     options: Mapping[str, Any] | None,
     swept: Sequence[str] = (),
 ) -> Result:
-    kept_by = tempfile.TemporaryDirectory(prefix="palsgd-") if out is None else None
-    folder = Path(kept_by.name if kept_by is not None else out or "")
+    folder = Path(tempfile.mkdtemp(prefix="palsgd-") if out is None else out)
     failed: Mapping[str, str] = {}
     try:
         run_all(
@@ -161,7 +161,10 @@ def _run(
     except FailedRunsError as error:
         failed = error.reasons
         warnings.warn(str(error), stacklevel=3)
-    return Result(folder, failed, kept_by)
+    result = Result(folder, failed)
+    if out is None:
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+    return result
 
 
 def _figures(line: Line) -> dict[str, Any]:
