@@ -17,6 +17,7 @@ def pytest_configure():
 
 # Files of many tests that together take long, though none of them does by itself.
 SLOW_FILES = {
+    "test_checkpoints.py",
     "test_cli.py",
     "test_codecs_converge.py",
     "test_draws.py",
@@ -28,6 +29,7 @@ SLOW_FILES = {
     "test_sync.py",
     "test_tensors.py",
     "test_theory.py",
+    "test_theory_verdicts.py",
     "test_vectorized.py",
     "test_workloads.py",
 }

@@ -22,7 +22,7 @@ from palsgd.lab.methods import default_names, method_of, own_settings, without_e
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import check_method, grid_of, random_points
 from palsgd.lab.settings import FIELDS, Settings, assignments, parsed
-from palsgd.lab.trainer import split_batch
+from palsgd.lab.worker_loop import split_batch
 from palsgd.transports import Alone, ambient
 from support.commands import apart, lines
 from support.commands import palsgd as palsgd_command

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palsgd.lab import workloads
+from palsgd.lab.cli.common_options import method_names, runs_of
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
-from palsgd.lab.methods import default_names
 from palsgd.lab.run_folder import Line, Run, find_runs
 from palsgd.lab.run_list import compared_runs, with_seeds
 from palsgd.lab.run_set import FailedRunsError, Options, grid_of, run_all
@@ -28,7 +28,7 @@ class Result:
     """What was run. Without `out=` its files live as long as this object."""
 
     folder: Path
-    failed: Mapping[str, str]  # runs that ended early by themselves, with the reason
+    failed: Mapping[str, str | None]  # runs that ended early by themselves, with the reason
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -106,8 +106,7 @@ def compare(
     given = settings if workers is None else {**settings, "workers": workers}
     base = workloads.recipe(workload).changed(given)
     runs, remarks = compared_runs(
-        {name: base.changed({"method": name}) for name in _names(methods)},
-        recipe=workload, seeds=seeds, controls=controls, tuned=tuned, given=given,
+        runs_of(base, _names(methods)), recipe=workload, seeds=seeds, controls=controls, tuned=tuned, given=given,
     )  # fmt: skip
     for remark in remarks:
         warnings.warn(remark, stacklevel=2)
@@ -153,7 +152,7 @@ def _run(
     swept: Sequence[str] = (),
 ) -> Result:
     folder = Path(tempfile.mkdtemp(prefix="palsgd-") if out is None else out)
-    failed: Mapping[str, str] = {}
+    failed: Mapping[str, str | None] = {}
     try:
         run_all(
             runs, folder, Options(simulate=simulate, **{"quiet": True, **(options or {})}), swept
@@ -171,10 +170,10 @@ def _figures(line: Line) -> dict[str, Any]:
     return {"lr_now" if key == "lr" else key: value for key, value in line.items()}
 
 
-def _names(methods: Sequence[str] | str | None) -> Sequence[str]:
-    if methods is None:
-        return default_names()
-    return [name.strip() for name in methods.split(",")] if isinstance(methods, str) else methods
+def _names(methods: Sequence[str] | str | None) -> tuple[str, ...]:
+    return method_names(
+        methods if methods is None or isinstance(methods, str) else ",".join(methods)
+    )
 
 
 def _is_list(value: Any) -> bool:

@@ -16,6 +16,8 @@ SAMPLE = 10_000  # training examples, at most, on which a model is evaluated bes
 
 
 class Classification(Workload):
+    metric = "accuracy"
+    higher_is_better = True
     labelled = True
 
     def inputs(self, images: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import builtins
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -17,13 +18,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
+from palsgd.lab.timing import record
+from palsgd.lab.timing.measure import can_be_timed, measure
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+
+_HANDLED = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+]
 
 
 class StoppedError(Exception):
@@ -73,7 +83,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
         monitor_interval=0.1,
     )
     try:
-        with _environment():
+        with _environment(), interrupts.starting_children():
             elastic_launch(config, work)(jobs, device)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
@@ -100,9 +110,10 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
     return RuntimeError(f"worker {rank} failed: {last}")
 
 
-def work(jobs: list[Job], wanted: str) -> None:
-    """Run the jobs in a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float = math.inf) -> None:
+    """Time and run the jobs in a worker process. `link` is the emulated one between the workers.
+    Jobs that would take more than `within_s` in all are timed only."""
+    interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
@@ -111,7 +122,11 @@ def work(jobs: list[Job], wanted: str) -> None:
     dist.init_process_group(backend)
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
-        for job in _as_rank_0_has_them(jobs):
+        jobs = _as_rank_0_has_them(jobs)
+        _time(jobs, device, loaded, link)
+        if within_s < math.inf:
+            jobs = _as_rank_0_has_them(_affordable(jobs, within_s))
+        for job in jobs:
             try:
                 _work_on(job, device, loaded)
             except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
@@ -121,13 +136,52 @@ def work(jobs: list[Job], wanted: str) -> None:
         dist.destroy_process_group()
 
 
+def _time(
+    jobs: list[Job], device: torch.device, load: Callable[..., Workload], link: str | None
+) -> None:
+    """Time the steps of all jobs that are compared, in turn, before the first one is trained. What
+    a collection has timed already is not timed again, so that a resumed one keeps its seconds."""
+    if len(jobs) < 2:
+        return
+    left = [job for job in jobs if can_be_timed(job.settings)]
+    left = _as_rank_0_has_them([job for job in left if record.session_of(job.folder) is None])
+    for alike in _by(left, lambda job: (job.settings.workload, job.settings.context)):
+        runs = {job.folder.name: job.settings for job in alike}
+        session = measure(runs, _workload(alike[0], device, load), link=link)
+        if dist.get_rank() == 0:
+            record.add(alike[0].folder.parent, session)
+    dist.barrier()
+
+
+def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
+    found: dict[Any, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(key(job), []).append(job)
+    return list(found.values())
+
+
+def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
+    """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
+    found = []
+    for job in jobs:
+        session = record.session_of(job.folder)
+        pace = None if session is None else session.pace(job.folder.name)
+        seconds = 0.0 if pace is None else pace.seconds(job.settings.steps or 0)
+        if seconds <= within_s:
+            found.append(job)
+            within_s -= seconds
+    return found
+
+
 def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
-    own = data_settings(job.settings)
-    workload = load(
-        job.settings.workload, data=job.data, device=device, download=job.download, **own
-    )
     folder = RunFolder(job.folder)
+    workload = _workload(job, device, load)
     Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
+
+
+def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:
+    own = data_settings(job.settings)
+    return load(job.settings.workload, data=job.data, device=device, download=job.download, **own)
 
 
 def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
@@ -170,6 +224,8 @@ def _environment() -> Iterator[None]:
     }
     added = {key: value for key, value in changes.items() if key not in os.environ}
     os.environ.update(added)
+    # torch's launcher leaves its own handlers behind, which raise what nobody catches later.
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     silent = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch's launcher would log the error that is raised here again
     with warnings.catch_warnings():
@@ -178,5 +234,7 @@ def _environment() -> Iterator[None]:
             yield
         finally:
             logging.disable(silent)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             for key in added:
                 del os.environ[key]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from palsgd import registry
+from palsgd import references, registry
 from palsgd.checks import below, check_choice, check_number
 from palsgd.lab import clock_values
 
@@ -21,6 +21,7 @@ class Settings:
     ranks_per_worker: int = 1  # processes of each worker, which average every gradient
     steps: int | None = None  # of the clock; one of steps and epochs is given
     epochs: float | None = None
+    whole_rounds: bool = False  # a length in epochs is rounded to the nearest end of a round
     batch_size: int = 32  # per worker and gradient
     micro_batches: int = 1  # a gradient is the mean over this many parts of its batch
     sharding: str = "reshuffled"  # which examples a worker sees: fixed, reshuffled or dirichlet:A
@@ -71,6 +72,7 @@ class Settings:
     method_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._find_own_parts()
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name, (low, high, words) in RANGES.items():
@@ -85,6 +87,13 @@ class Settings:
             )
         self._check_batches()
         self._check_schedules()
+
+    def _find_own_parts(self) -> None:
+        """A workload or method of the user's own is named by a reference, which must mean the same
+        in every process. A method is imported here, so that its settings are known."""
+        object.__setattr__(self, "workload", references.absolute(self.workload))
+        if self.method not in registry.names():
+            object.__setattr__(self, "method", registry.row(self.method).name)
 
     def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
@@ -166,16 +175,20 @@ class Settings:
         return replace(self, **found)
 
     def total_steps(self, examples: int) -> int:
-        """The clock at the end; an epoch is one pass over `examples` by all workers together. A
-        length in epochs is rounded to whole rounds, so that no worker has an odd last round. DDP
-        has the same length, though it has no rounds."""
+        """The clock at the end; an epoch is one pass over `examples` by all workers together."""
         if self.steps is not None:
             return self.steps
         if self.epochs is None:
             raise ValueError("neither steps nor epochs is given; add for instance --steps 1000")
-        return self._in_whole_rounds(max(1, round(self.epochs * self._epoch_steps(examples))))
+        length = max(1, round(self.epochs * self._epoch_steps(examples)))
+        return self._nearest_end_of_a_round(length) if self.whole_rounds else length
 
     def _epoch_steps(self, examples: int) -> int:
+        if not examples:
+            raise ValueError(
+                "the number of examples of this workload is not known, so that epochs have no "
+                "length; give --steps, or say `examples` in its class"
+            )
         steps = examples // (self.workers * self.batch_size)
         if steps == 0:
             raise ValueError(
@@ -185,8 +198,9 @@ class Settings:
             )
         return steps
 
-    def _in_whole_rounds(self, steps: int) -> int:
-        """The nearest end of a round; the same number for a run without a whole round."""
+    def _nearest_end_of_a_round(self, steps: int) -> int:
+        """A run of less than a round keeps its length. DDP has the same length as the others,
+        though it has no rounds."""
         if isinstance(self.sync_every, str) or steps < self.warmup_steps + self.sync_every:
             return steps
         rounds = round((steps - self.warmup_steps) / self.sync_every)
@@ -213,7 +227,6 @@ IN_EPOCHS = (
 )
 _EITHER = (*IN_EPOCHS, ("mix_rate", "pull"))
 CHOICES = {
-    "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
     "buffers": ("average", "local", "recompute"),
     "split": ("test", "choose"),
@@ -349,7 +362,7 @@ def _method_fields() -> dict[str, Any]:
     """The fields of all methods, with their types. It is called only for names that are no field of
     Settings, as it imports torch."""
     found: dict[str, Any] = {}
-    for row in registry.rows():
+    for row in registry.all_rows():
         hints = typing.get_type_hints(row.method)
         found = {name: hints[name] for name in row.settings()} | found
     return found

@@ -1,15 +1,21 @@
-"""The timeline of a worker, step by step, for the first rounds of the local phase."""
+"""The timeline of a worker, step by step: the first rounds of the local phase, or, where every step
+averages gradients, the first steps."""
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import palsgd
 from palsgd.events import Synced
 
 ROUNDS = 3
+AVERAGED_STEPS = 48
+
+Span = dict[str, Any]
 
 
 class Timeline:
@@ -18,14 +24,29 @@ class Timeline:
 
     def __init__(self, opt: palsgd.LocalOptimizer):
         self._opt, self._past, self._zero = opt, 0.0, time.perf_counter()
-        self._spans: list[dict[str, Any]] = []
+        self._spans: list[Span] = []
         self._free = 0.0  # when the last step ended
         self._before, self._in_step = (0.0, 0.0, 0), False
         self._synced: dict[str, Any] | None = None  # the ledger's line of this step's last sync
+        self._arrived = self._averaged = 0.0  # own gradient computed; the mean of all is there
+        self._averages = math.isinf(opt.schedule.warmup)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+            for group in opt.param_groups
+            for parameter in group["params"]
+            if self._averages and parameter.requires_grad
+        ]
         opt.on(Synced, self._note_sync)
 
     def _note_sync(self, event: Synced) -> None:
         self._synced = self._opt.ledger.history[-1]
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """A worker's own part of a backward pass ends with the last of its gradients. What follows
+        until backward() returns is the wait for the mean."""
+        if parameter.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._arrived = self._now()
 
     def pause(self) -> None:
         self._past = self._now()
@@ -40,30 +61,50 @@ class Timeline:
     def before_step(self) -> None:
         self._in_step, self._synced = True, None
         self._wait_for_gpu()
+        self._averaged = self._now()
         ledger = self._opt.ledger
         self._before = (ledger.mixing_s, ledger.sync_s + ledger.waiting_s, self._opt.rounds)
 
     def after_step(self) -> None:
-        """One step was, in this order, a gradient, perhaps mixing, perhaps a sync."""
         self._wait_for_gpu()
-        end, ledger = self._now(), self._opt.ledger
-        mixing_before, sync_before, rounds = self._before
-        if rounds < ROUNDS and self._in_local_phase():
-            mixing = ledger.mixing_s - mixing_before
-            sync = ledger.sync_s + ledger.waiting_s - sync_before if self._synced else 0.0
-            self._add("gradient", self._free, end - sync - mixing)
-            self._add("mixing", end - sync - mixing, end - sync)
-            self._add("sync", end - sync, end)
-            if sync and self._spans:
-                self._spans[-1]["entry"] = self._synced  # will say how much was waiting
+        end = self._now()
+        if self._averages:
+            self._add_averaged_step(end)
+        elif self._before[2] < ROUNDS and self._in_local_phase():
+            self._add_local_step(end)
         self._free, self._in_step = end, False
+
+    def _add_local_step(self, end: float) -> None:
+        """One step was, in this order, a gradient, perhaps mixing, perhaps a sync."""
+        ledger, (mixing_before, sync_before, _) = self._opt.ledger, self._before
+        mixing = ledger.mixing_s - mixing_before
+        sync = ledger.sync_s + ledger.waiting_s - sync_before if self._synced else 0.0
+        self._add("gradient", self._free, end - sync - mixing)
+        self._add("mixing", end - sync - mixing, end - sync)
+        self._add("sync", end - sync, end)
+        if sync and self._spans:
+            self._spans[-1]["entry"] = self._synced  # will say how much was waiting
+
+    def _add_averaged_step(self, end: float) -> None:
+        """One step was a gradient, what its mean took beyond the backward pass, and the update."""
+        if not self._recording():
+            while self._hooks:
+                self._hooks.pop().remove()
+            return
+        self._add("gradient", self._free, self._arrived)
+        self._add("sync", self._arrived, self._averaged, step=self._opt.clock)
+        self._add("gradient", self._averaged, end)
 
     def _wait_for_gpu(self) -> None:
         """Wait for the GPU while spans are recorded, so that a span has the seconds of its own
         work. Before and after that the host runs ahead as usual."""
-        recording = self._opt.rounds < ROUNDS and self._in_local_phase()
-        if recording and torch.cuda.is_initialized():
+        if self._recording() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+
+    def _recording(self) -> bool:
+        if self._averages:
+            return self._opt.clock <= AVERAGED_STEPS
+        return self._opt.rounds < ROUNDS and self._in_local_phase()
 
     def _in_local_phase(self) -> bool:
         return not self._opt.schedule.warms_up(self._opt.clock - 1)
@@ -71,25 +112,45 @@ class Timeline:
     def _now(self) -> float:
         return self._past + time.perf_counter() - self._zero
 
-    def _add(self, kind: str, start: float, end: float) -> None:
+    def _add(self, kind: str, start: float, end: float, **more: Any) -> None:
         if end > start:
             worker = self._opt.transport.worker
-            self._spans.append({"worker": worker, "kind": kind, "start_s": start, "end_s": end})
+            span = {"worker": worker, "kind": kind, "start_s": start, "end_s": end}
+            self._spans.append(span | more)
 
-    def restore(self, spans: list[dict[str, Any]]) -> None:
+    def restore(self, spans: list[Span]) -> None:
         """What was recorded before a checkpoint."""
         self._spans = [dict(span) for span in spans]
 
-    def spans(self) -> list[dict[str, Any]]:
+    def spans(self) -> list[Span]:
         """The spans, with waiting as spans of its own. The seconds of waiting are known one sync
         later."""
         found = []
         for span in self._spans:
             span = dict(span)
             waited = span.pop("entry", {}).get("waiting_s", 0.0)
-            if waited > 0 and math.isfinite(waited):
-                middle = min(span["end_s"], span["start_s"] + waited)
-                found.append(span | {"kind": "wait", "end_s": middle})
-                span["start_s"] = middle
-            found.append(span)
+            found += _parted(span, waited if math.isfinite(waited) else 0.0)
         return found
+
+
+def joined(everyone: Iterable[Sequence[Span]]) -> list[Span]:
+    """The spans of all workers. In a step that averages gradients each worker waits until the last
+    one has computed its own, which is known when all spans are together."""
+    spans = [dict(span) for each in everyone for span in each]
+    last: dict[int, float] = {}
+    for span in spans:
+        if "step" in span:
+            last[span["step"]] = max(last.get(span["step"], 0.0), span["start_s"])
+    found = []
+    for span in spans:
+        step = span.pop("step", None)
+        waited = 0.0 if step is None else last[step] - span["start_s"]
+        found += _parted(span, waited)
+    return found
+
+
+def _parted(span: Span, waited: float) -> list[Span]:
+    """The span, the first seconds of which were waiting."""
+    middle = min(span["end_s"], span["start_s"] + waited)
+    parts = [span | {"kind": "wait", "end_s": middle}, span | {"start_s": middle}]
+    return [part for part in parts if part["end_s"] > part["start_s"]]

@@ -5,20 +5,18 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 import palsgd
+from palsgd import references, registry
 from palsgd.events import Averaged, Event, Synced
+from palsgd.lab import workloads
 from palsgd.lab.device import device_words, wait_for
 from palsgd.lab.evaluation import (
     evaluated,
@@ -26,18 +24,13 @@ from palsgd.lab.evaluation import (
     random_numbers_kept,
     statistics_batches,
 )
-from palsgd.lab.factory import (
-    MeanNorm,
-    agreement,
-    build_optimizer,
-    learning_rate,
-    low_precision,
-)
+from palsgd.lab.factory import MeanNorm, agreement, learning_rate
 from palsgd.lab.provenance import provenance
 from palsgd.lab.run_folder import RunFolder, plain, write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
-from palsgd.lab.timeline import Timeline
+from palsgd.lab.timeline import Timeline, joined
+from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 
@@ -45,8 +38,7 @@ WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a 
 
 
 class Trainer:
-    """This process's part of a run. Every rank makes one; rank 0 writes the files. A worker has
-    one rank or several, which share its batches and average every gradient."""
+    """This process's part of a run. Every rank makes one; rank 0 writes the files."""
 
     def __init__(
         self,
@@ -62,14 +54,9 @@ class Trainer:
         self._command = command
         settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.steps = settings.total_steps(workload.examples)
-        torch.manual_seed(settings.seed)
-        self.net = workload.model().to(workload.device)
-        self.model, group = self._wrapped()
-        self.opt = build_optimizer(settings, self.steps, self.model, group)
-        torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
-        self._autocast = low_precision(settings, workload.device)
+        self._loop = WorkerLoop(settings, workload)
+        self.rank, self.world, self.steps = self._loop.rank, self._loop.world, self._loop.steps
+        self.net, self.opt = self._loop.net, self._loop.opt
         self._mean_norm = MeanNorm(self.opt)
         self._timeline = Timeline(self.opt)
         self._records: list[dict[str, Any]] = []  # since the last evaluation
@@ -89,23 +76,17 @@ class Trainer:
         self.opt.on(Averaged, self._after_exchange)
         self.opt.on(Synced, self._after_exchange)
 
-    def _wrapped(self) -> tuple[nn.Module, ProcessGroup | None]:
-        """The model that the loop calls, and the group of the optimizer."""
-        if self.settings.ranks_per_worker > 1:
-            mesh = palsgd.worker_groups(self.settings.ranks_per_worker)
-            inside, workers = mesh["inside"].get_group(), mesh["workers"].get_group()
-            return DistributedDataParallel(self.net, process_group=inside), workers
-        return DistributedDataParallel(self.net) if self.world > 1 else self.net, None
-
     # -- the loop --------------------------------------------------------------------------------
 
     def train(self) -> None:
-        title = f"{self.settings.workload} {self.settings.method}"
+        settings = self.settings
+        title = f"{references.short(settings.workload)} {references.short(settings.method)}"
         if self.opt.clock == 0:
             self._evaluate()
         with ProgressBar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
-            for batch in palsgd.until(self._batches(), self.opt, steps=self.steps):
-                self._gradient(batch)
+            for batch in palsgd.until(self._loop.batches(), self.opt, steps=self.steps):
+                self._loss += self._loop.gradient(batch)
+                self._losses += 1
                 self._timeline.before_step()
                 self.opt.step()
                 self._timeline.after_step()
@@ -117,38 +98,9 @@ class Trainer:
         dist.all_gather_object(spans, self._timeline.spans())
         if self.rank == 0:
             first_ranks = spans[:: self.settings.ranks_per_worker]
-            self.folder.append("timeline", [span for each in first_ranks for span in each])
+            self.folder.append("timeline", joined(first_ranks))
             self._finish()
         dist.barrier()
-
-    def _batches(self) -> Iterator[Any]:
-        """This rank's parts of its worker's batches, by index, so that a resumed run continues with
-        the next batch."""
-        ranks = self.settings.ranks_per_worker
-        while True:
-            batch = self.workload.batch(
-                worker=self.rank // ranks,
-                workers=self.world // ranks,
-                size=self.settings.batch_size,
-                index=self.opt.gradient_steps,
-            )
-            yield split_batch(batch, ranks)[self.rank % ranks]
-
-    def _gradient(self, batch: Any) -> None:
-        parts = self.settings.micro_batches
-        for number, part in enumerate(split_batch(batch, parts)):
-            with self._exchanging(last=number == parts - 1):
-                with self._autocast():
-                    loss = self.workload.loss(self.model, part) / parts
-                loss.backward()
-            self._loss += loss.detach()
-        self._losses += 1
-
-    def _exchanging(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Where DDP averages gradients, it does so once, with the last part of a batch."""
-        if last or not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        return self.model.no_sync()
 
     def _after_exchange(self, event: Event) -> None:
         """Record, evaluate and save. A listener does this, as it is called at the same clocks on
@@ -217,7 +169,7 @@ class Trainer:
                 dist.broadcast(buffer, src=0)
         elif self.settings.buffers == "recompute":
             self._recompute_buffers()
-        with self.opt.anchor_weights(), self._autocast():
+        with self.opt.anchor_weights(), self._loop.autocast():
             found = evaluated(
                 self.workload, self.net, part=self.rank, parts=self.world, summed=_summed
             )
@@ -241,7 +193,7 @@ class Trainer:
         the training."""
         worker = self.rank // self.settings.ranks_per_worker
         batches = statistics_batches(self.workload, self.settings, worker)
-        with random_numbers_kept(self.workload.device), self._autocast():
+        with random_numbers_kept(self.workload.device), self._loop.autocast():
             self.opt.recompute_buffers(
                 batches, lambda _, batch: self.workload.loss(self.net, batch)
             )
@@ -358,34 +310,37 @@ def run_config(
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The contents of config.yaml: the resolved settings, the program and the machine."""
-    return settings.as_dict() | {
-        "steps": steps,
-        "palsgd": palsgd.__version__,
-        **provenance(command),
-        "torch": str(torch.__version__),
-        "device": device_words(workload.device),
-        "simulated": engine != "processes",
-        "engine": engine,
-        "metric": workload.metric,
-        "higher_is_better": workload.higher_is_better,
-        "floor": None if workload.floor is None else float(workload.floor),
-        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    return (
+        settings.as_dict()
+        | own_files(settings)
+        | {
+            "steps": steps,
+            "palsgd": palsgd.__version__,
+            **provenance(command),
+            "torch": str(torch.__version__),
+            "device": device_words(workload.device),
+            "simulated": engine != "processes",
+            "engine": engine,
+            "metric": workload.metric,
+            "higher_is_better": workload.higher_is_better,
+            "floor": None if workload.floor is None else float(workload.floor),
+            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        }
+    )
+
+
+def own_files(settings: Settings) -> dict[str, str | None]:
+    """Hashes of the files of the user's own workload and method, where the run has such."""
+    found = {
+        "workload_sha256": workloads.sha256(settings.workload),
+        "method_sha256": registry.sha256(settings.method),
     }
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _summed(totals: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(totals)
     return totals
-
-
-def split_batch(batch: Any, parts: int) -> list[Any]:
-    if parts == 1:
-        return [batch]
-    leaves, shape = pytree.tree_flatten(batch)
-    return [
-        pytree.tree_unflatten(list(each), shape)
-        for each in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)
-    ]
 
 
 def _joined(parts: tuple[dict[str, Any], ...], ranks: int = 1) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from palsgd.lab.cli.common_options import (
     cluster_fields,
     method_names,
     new_folder,
+    runs_of,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
@@ -75,11 +76,11 @@ def compare(
         "sync_every": sync_every, "mix_prob": mix_prob, "mix_rate": mix_rate, "pull": pull,
         "seed": seed, "cluster": cluster_fields(cluster),
     }  # fmt: skip
+    names = method_names(methods)  # first: settings may be those of a user's own method
     settings = settings_from(recipe, changes, **flags)
     given = {name for name, value in flags.items() if value is not None}
     runs, remarks = compared_runs(
-        {method: settings.changed({"method": method}) for method in method_names(methods)},
-        recipe=recipe, seeds=seeds, controls=controls, tuned=tuned,
+        runs_of(settings, names), recipe=recipe, seeds=seeds, controls=controls, tuned=tuned,
         given=given | assignments(changes or []).keys(),
     )  # fmt: skip
     for remark in remarks:

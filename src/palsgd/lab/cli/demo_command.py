@@ -1,15 +1,55 @@
 """`palsgd demo`."""
 
-from palsgd.lab.cli.common_options import Force, Out, Quiet, Resume, method_names, settings_from
-from palsgd.lab.cli.running import run_compared
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from palsgd.lab.cli.common_options import Force, Out, Quiet, Resume, new_folder
+from palsgd.lab.cli.output import print_table
+from palsgd.lab.cli.running import stop
 
 
 def demo(
-    out: Out = None, quiet: Quiet = False, force: Force = False, resume: Resume = False
+    link: Annotated[
+        str, typer.Option(help="Rate and latency of every worker's link, e.g. 10mbit,50ms.")
+    ] = "100mbit,20ms",
+    picture: Annotated[
+        Path | None, typer.Option(help="Also write the top of the report as a PNG file.")
+    ] = None,
+    out: Out = None,
+    quiet: Quiet = False,
+    force: Force = False,
+    resume: Resume = False,
 ) -> None:
-    """Four methods on handwritten digits, in real processes: a table and a report in a minute.
+    """My link has 100 Mbit/s: what do I gain, what do I lose? Two minutes, in real processes.
 
-    Example: palsgd demo
+    The link is emulated where this machine allows it (Linux, root), else projected.
+
+    Example: palsgd demo --link 100mbit,20ms
     """
-    settings, methods = settings_from("digits", None), method_names(None)
-    run_compared(settings, methods, out, "demo", quiet=quiet, force=force, resume=resume)
+    from palsgd.lab.comparison import Comparison
+    from palsgd.lab.demo import run_demo
+    from palsgd.lab.groups import group
+    from palsgd.lab.headline import headline
+    from palsgd.lab.launcher import StoppedError
+    from palsgd.lab.report import write_report
+    from palsgd.lab.run_folder import find_runs
+    from palsgd.lab.run_set import Options
+
+    out = out or new_folder("demo")
+    try:
+        reason = run_demo(out, link, Options(quiet=quiet, force=force, resume=resume))
+    except (StoppedError, KeyboardInterrupt):
+        stop(out)
+    shown = None if reason is None else link  # what was emulated is measured
+    typer.echo(headline(Comparison(group(find_runs([out])), shown), link))
+    if reason is not None:
+        typer.echo(f"Times are projected on that link, not measured: {reason}.")
+    print_table([out], shown)
+    page = write_report([out], out / "report.html", link=shown)
+    typer.echo(f"results: {out}\nreport: {page}")
+    if picture is not None:
+        from palsgd.lab.report.screenshot import take_screenshot
+
+        typer.echo(f"picture: {take_screenshot(page, picture)}")

@@ -7,17 +7,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from palsgd.lab.cli.common_options import new_folder
 from palsgd.lab.cli.output import fail, print_table
 from palsgd.lab.settings import Settings
-
-
-def run_compared(
-    settings: Settings, methods: tuple[str, ...], out: Path | None, name: str, *,
-    report: bool = True, **options: Any,
-) -> None:  # fmt: skip
-    runs = {method: settings.changed({"method": method}) for method in methods}
-    run_and_show(runs, out or new_folder(name), report, share_program=False, **options)
 
 
 def run_and_show(
@@ -51,9 +42,11 @@ def show(out: Path, report: bool) -> None:
 
 
 def stop(out: Path) -> NoReturn:
-    """After Ctrl-C: what is done is in the folder."""
+    """After Ctrl-C: say what is in the folder, and how to go on."""
+    from palsgd.lab.kept import kept
+
     words = [word for word in sys.argv[1:] if word not in ("--force", "--resume")]
     named = any(word == "--out" or word.startswith("--out=") for word in words)
     flags = ["--resume"] if named else ["--out", str(out), "--resume"]
     again = shlex.join(["palsgd", *words, *flags])
-    fail(f"stopped; what is done is kept. Go on with: {again}", 130)
+    fail(f"stopped; {kept(out)}. Go on with: {again}", 130)

@@ -22,6 +22,7 @@ from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import Shards, random_stream
 
+SPLITS = ("train", "val")
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
 LARGEST_IN_MEMORY = 2**32  # bytes of pixels
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -138,12 +139,12 @@ def open_folders(
     """The photographs in root/train and root/val; with a share that is held out, those in
     root/train alone, in two parts. Those that fit are kept in memory, unless `in_memory` says
     otherwise."""
-    train = _folder(root, "train")
+    train = split_folder(root, "train")
     if held_out is not None:
         parts = splits.held_out(len(train), held_out)
         train, val = (_part(train, part.tolist()) for part in parts)
     else:
-        val = _folder(root, "val")
+        val = split_folder(root, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
@@ -153,17 +154,13 @@ def open_folders(
     return kind(train, val, resolution=resolution, seed=seed, device=device, sharding=sharding)
 
 
-def _folder(root: Path, name: str) -> Any:
+def split_folder(root: Path, name: str) -> Any:
     from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
     try:
         return ImageFolder(str(root / name))
     except FileNotFoundError as error:
-        raise ValueError(
-            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
-            "the workload digits, which needs no files"
-        ) from error
+        raise _nothing_in(root, str(error)) from error
 
 
 def _part(folder: Any, which: list[int]) -> Any:
@@ -172,6 +169,21 @@ def _part(folder: Any, which: list[int]) -> Any:
     part.samples = [folder.samples[i] for i in which]
     part.targets = [folder.targets[i] for i in which]
     return part
+
+
+def require(root: Path) -> None:
+    """Raise a ValueError unless there are folders for both splits."""
+    for name in SPLITS:
+        if not (root / name).is_dir():
+            raise _nothing_in(root, f"there is no folder {root / name}")
+
+
+def _nothing_in(root: Path, found: str) -> ValueError:
+    return ValueError(
+        f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+        f"({found}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
+        "the workload digits, which needs no files"
+    )
 
 
 def decoded(folder: Any, i: int) -> Any:

@@ -32,6 +32,27 @@ class Link:
         if not 0 <= self.loss < 1:
             raise ValueError(f"loss={self.loss} must be a share in [0, 1), for instance 0.01")
 
+    @classmethod
+    def parse(cls, text: str) -> "Link":
+        """The link of a text such as "100mbit,20ms" or "100mbit,20ms,loss=0.01"."""
+        given: dict[str, str] = {}
+        for place, part in enumerate(each.strip() for each in text.split(",")):
+            name, sign, value = part.partition("=")
+            if not sign:
+                name, value = ("rate", "latency", part)[min(place, 2)], part
+            if name not in ("rate", "latency", "loss"):
+                raise ValueError(
+                    f"{part!r} in link {text!r} cannot be emulated; write for instance "
+                    "100mbit,20ms or 100mbit,20ms,loss=0.01"
+                )
+            given[name] = value
+        try:
+            loss = float(given.get("loss", 0.0))
+        except ValueError:
+            raise ValueError(f"loss={given['loss']} in link {text!r} is no number") from None
+        delay = units.milliseconds("latency", given.get("latency", 0.0), zero=True)
+        return cls(given.get("rate"), delay, loss)
+
     @property
     def bits_per_second(self) -> float:
         return math.inf if self.rate is None else _bits_per_second(self.rate)

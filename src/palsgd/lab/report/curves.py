@@ -70,6 +70,7 @@ def average(runs: list[Run], quantity: str, *, points: int) -> Curve | None:
     x = {
         key: np.array([[known[step][0][key] for step in steps] for known in recorded]).mean(axis=0)
         for key in AXES
+        if all(known[step][0][key] is not None for step in steps for known in recorded)
     }
     return Curve(x, values[..., 0].mean(0), values[..., 1].min(0), values[..., 2].max(0))
 

@@ -8,18 +8,21 @@ from palsgd.lab.atomic import atomic_write
 from palsgd.lab.run_folder import Run, find_runs
 
 
-def write_report(folders: list[Path], out: Path, *, figures: bool = True) -> Path:
-    """Write the report on all runs in the folders to `out`, its figures to `figures/` beside it."""
+def write_report(
+    folders: list[Path], out: Path, *, figures: bool = True, link: str | None = None
+) -> Path:
+    """Write the report on all runs in the folders to `out`, its figures to `figures/` beside it.
+    Seconds are projected on the link if one is given."""
     runs = find_runs(folders)
     out = Path(out)
     beside = out.parent / "figures" if figures else None
     if beside is not None:
         beside.mkdir(parents=True, exist_ok=True)
-    atomic_write(out, _page(runs, beside))
+    atomic_write(out, _page(runs, beside, link))
     return out
 
 
-def _page(runs: list[Run], figures: Path | None) -> str:
+def _page(runs: list[Run], figures: Path | None, link: str | None) -> str:
     # These modules are slow to import, and most commands need none of them.
     import jinja2
 
@@ -32,7 +35,7 @@ def _page(runs: list[Run], figures: Path | None) -> str:
         # The figures' font lacks some scripts in which names may be; browsers have other fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         sections = [
-            Section(number, [run for run in runs if run.workload == workload], figures)
+            Section(number, [run for run in runs if run.workload == workload], figures, link)
             for number, workload in enumerate(workloads)
         ]
     # Text from files is escaped, as every value is that the template does not mark as "safe".

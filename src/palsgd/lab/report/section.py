@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from palsgd import references
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group, group, named, shown, sortable
 from palsgd.lab.report.ablations import Ablation, ablations, final
@@ -34,6 +35,7 @@ from palsgd.lab.report.tables import (
 )
 from palsgd.lab.report.timelines import KINDS, bars, shares
 from palsgd.lab.run_folder import Run
+from palsgd.lab.timing.pace import NO_LINK
 
 _POINTS = 300  # points of a curve; fewer if there are many curves
 _TIMELINES = 8
@@ -55,18 +57,19 @@ class Panel:
 class Section:
     """One section. The template shows its attributes."""
 
-    def __init__(self, number: int, runs: list[Run], figures: Path | None):
+    def __init__(self, number: int, runs: list[Run], figures: Path | None, link: str | None = None):
         self.number, self.runs, self.figures = number, runs, figures
         self.points: dict[str, Any] = {}  # what the tooltips show
-        self.workload = self.runs[0].workload
+        self.workload = references.short(self.runs[0].workload)
         self.metric = str(self.runs[0].config.get("metric") or "metric")
         self.groups: list[Group] = group(self.runs)
         self.line_styles: list[LineStyle] = line_styles(self.groups)
         self.labels = [each.label for each in self.groups]
-        self.comparison = Comparison(self.groups)
-        self.switches = {
-            "axis": dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
-        }
+        self.comparison = Comparison(self.groups, link)
+        words = dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
+        if any(line["time_s"] is None for run in self.runs for line in run.lines):
+            del words["time_s"]  # simulated runs have no seconds
+        self.switches = {"axis": words}
         self.curves = [self._panel(key) for key in ("loss", "metric", "train_loss")]
         self.rounds = [self._panel(key) for key in ("distance", "agreement")]
         self.ablations = [self._ablation(each) for each in ablations(self.groups)]
@@ -125,8 +128,9 @@ class Section:
             )
         if any(run.config.get("simulated") and not run.config.get("cluster") for run in self.runs):
             notes.append(
-                "Simulated: one process did the work of all workers, so time is its own and not "
-                "that of a cluster. Steps, gradients and bytes are what real workers would count."
+                "Simulated: one process did the work of all workers, so there are no seconds of a "
+                f"cluster ({NO_LINK}). Steps, gradients and bytes are what real workers would "
+                "count."
             )
         return notes
 
@@ -155,7 +159,7 @@ class Section:
         draw = partial(draw_curves, learning=quantity in ("loss", "metric", "train_loss"))
         variants = {
             axis: self._plot(draw, f"{quantity}-{axis}", title, axis, series, references)
-            for axis in AXES
+            for axis in self.switches["axis"]
         }
         for axis, plot in variants.items():
             plot.reading |= {"points": quantity, "axis": axis}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, group
 from palsgd.lab.report import formats
@@ -19,18 +20,19 @@ if TYPE_CHECKING:
 _COLUMNS = ("loss", "metric", "to target", "gradients", "sent", "time")
 
 
-def terminal_table(folders: list[Path]) -> RenderableType:
-    """Of each workload the verdicts, then a table."""
+def terminal_table(folders: list[Path], link: str | None = None) -> RenderableType:
+    """Of each workload the verdicts, then a table; seconds are projected on the link if one is
+    given."""
     from rich.console import Group as Parts
     from rich.text import Text
 
     runs = find_runs(folders)
     parts: list[RenderableType] = []
     for workload in dict.fromkeys(run.workload for run in runs):
-        comparison = Comparison(group([run for run in runs if run.workload == workload]))
+        comparison = Comparison(group([run for run in runs if run.workload == workload]), link)
         # Text, not str: rich would read [brackets] as markup.
         parts += [Text(sentence) for sentence in comparison.verdicts]
-        parts.append(_table(comparison, workload))
+        parts.append(_table(comparison, references.short(workload)))
     return Parts(*parts)
 
 

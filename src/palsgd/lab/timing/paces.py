@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,10 @@ def paces(groups: Iterable[Group], link: str | None = None) -> dict[Group, Pace 
 
 def _on_link(group: Group, link: str, steps: "_Steps") -> Pace | None:
     run = group.runs[0]
-    session = record.session_of(run.folder.path)
+    place = _timed_at(run)
+    session = record.session_of(place)
     if session is not None and session.link == link:
-        return session.pace(run.folder.path.name)
+        return session.pace(place.name)
     measured = steps.of_group(group)
     return projected_pace(run.config, link, step_s=measured.step_s, **measured.fields)
 
@@ -53,8 +55,15 @@ def _as_it_was(group: Group) -> Pace | None:
     if run.config.get("simulated"):
         cluster = run.config.get("cluster")
         return None if cluster is None else projected_pace(run.config, cluster)
-    session = record.session_of(run.folder.path)
-    return session.pace(run.folder.path.name) if session else _own_clocks(group)
+    place = _timed_at(run)
+    session = record.session_of(place)
+    return session.pace(place.name) if session else _own_clocks(group)
+
+
+def _timed_at(run: Run) -> Path:
+    """The folder of the run itself, or of the one that is the same program and was run instead."""
+    own = run.folder.path.resolve()
+    return own.with_name(str(run.config.get("same_as") or own.name))
 
 
 # -- the seconds of a gradient step --------------------------------------------------------------
@@ -76,8 +85,9 @@ class _Steps:
     def of(cls, groups: Iterable[Group]) -> "_Steps":
         found: dict[tuple[Any, ...], _Step] = {}
         for run in (run for group in groups for run in group.runs):
-            session = record.session_of(run.folder.path)
-            if session is not None and (timed := session.program(run.folder.path.name)):
+            place = _timed_at(run)
+            session = record.session_of(place)
+            if session is not None and (timed := session.program(place.name)):
                 ring = {"all_reduce": "gloo"} if session.backend == "gloo" else {}
                 fields = ring | {"mix": timed.mixing_s}
                 found.setdefault(_kind(run), _Step(timed.step_s, fields))

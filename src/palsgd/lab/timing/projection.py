@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from palsgd import registry
 from palsgd.cluster import Cluster, Work
 from palsgd.cluster.events import Projection
 from palsgd.cluster.gradient_counts import Counts, Expected
 from palsgd.lab.forecast import Forecast, forecast, model_size
-from palsgd.lab.settings import FIELDS, Settings, method_setting
+from palsgd.lab.programs import settings_in
 from palsgd.lab.timing.pace import Pace
 from palsgd.payload import MethodSize
 
@@ -48,7 +47,12 @@ def projected_pace(
 ) -> Pace:
     """The pace of a run with this config.yaml on a link. `step_s` are measurements of a gradient
     step, for a link that does not say what it takes; each becomes a repetition."""
-    settings = settings_of(config)
+    settings = settings_in(config)
+    if settings is None:
+        raise ValueError(
+            f"the settings of {config.get('method')} on {config.get('workload')} are not of this "
+            "palsgd, so its runs cannot be projected; leave them out"
+        )
     known = model_size(settings.workload, settings.buffers)  # it knows the buffers too
     ahead = forecast(settings, model=known, parameters=None if known else config.get("parameters"))
     steps: Sequence[float | None] = [None] if says_step(link) or not step_s else step_s
@@ -61,17 +65,10 @@ def projected_pace(
         for name in ("averaging", "local")
         if rows[0][name] is not None
     }
-    source = f"projected on {link}"
+    source = f"on {link}"
     if steps[0] is not None:
         source += f", with a gradient step of {1e3 * float(np.median(step_s or 0)):.3g} ms"
     return Pace(kind="projected", source=source, warmup=ahead.schedule.warmup, **phases)
-
-
-def settings_of(config: Mapping[str, Any]) -> Settings:
-    """The settings in a config.yaml, which has further keys."""
-    own = {method_setting(name) for name in registry.row(config["method"]).settings()}
-    known = {key: value for key, value in config.items() if key in own or key in FIELDS}
-    return Settings.from_dict(known | {"cluster": None})
 
 
 def work_of(ahead: Forecast) -> Work:

@@ -1,7 +1,7 @@
 """timing.json of a collection: what was measured, in which turn, for which runs."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Session:
     @property
     def source(self) -> str:
         where = f"over an emulated link, {self.link}" if self.link else f"by {self.backend}"
-        return f"measured {where}, {self.repetitions} interleaved blocks each, on {self.machine}"
+        return f"{where}, {self.repetitions} blocks each in turn, {self.machine}"
 
 
 def read(folder: Path) -> list[Session]:
@@ -87,11 +87,6 @@ def _session(values: Mapping[str, Any]) -> Session:
 def session_of(folder: Path) -> Session | None:
     """The last session in which the run in this folder was timed."""
     return next((each for each in read(folder.parent) if each.program(folder.name)), None)
-
-
-def untimed(folders: Sequence[Path]) -> bool:
-    """Is there a run among them whose steps were never timed?"""
-    return any(session_of(folder) is None for folder in folders)
 
 
 def add(folder: Path, session: Session) -> None:

@@ -18,7 +18,10 @@ def with_gradients(settings: Settings, gradients: int) -> Settings:
     if not registry.row(settings.method).rounds:
         return settings.changed({"steps": gradients})
     if isinstance(settings.sync_every, str):
-        raise ValueError("sync_every=auto is measured and cannot be simulated; give a number")
+        raise ValueError(
+            f"sync_every={settings.sync_every} changes in a run, so its gradients cannot "
+            "be counted beforehand; give a number"
+        )
     in_a_round = settings.sync_every * method_of(settings).gradient_share
     rounds = math.floor((gradients - settings.warmup_steps) / in_a_round + 1e-9)
     if rounds < 1:

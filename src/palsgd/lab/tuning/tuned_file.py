@@ -75,10 +75,10 @@ def tuned_path(source: Path | str) -> Path:
         return beside
     if not Path(source).is_file():
         nearest = difflib.get_close_matches(str(source), shipped(), n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(
-            f"there is no file {source}{hint} Give a file of `palsgd tune`, or one of the recipes "
-            f"that come with one: {', '.join(shipped())}"
+            f"there is no file {source}; {hint}give one of `palsgd tune`, or a recipe that comes "
+            f"with one: {', '.join(shipped()) or 'there is none'}"
         )
     return Path(source)
 

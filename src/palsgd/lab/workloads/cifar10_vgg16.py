@@ -17,7 +17,7 @@ from palsgd.lab.workloads.cifar10_cnn import Cifar10
 _PAPER = Settings(
     workload="cifar10-vgg16", workers=4, epochs=200, batch_size=128, sync_every=128, mix_prob=0.05,
     mix_rate=0.25, warmup_steps=2049, sharding="fixed", inner="sgd", lr=0.05, weight_decay=1e-4,
-    outer_lr=0.8, schedule="cosine", lr_warmup_epochs=10,
+    outer_lr=0.8, schedule="cosine", lr_warmup_epochs=10, whole_rounds=True,
 )  # fmt: skip
 _SCALING = replace(
     _PAPER, batch_size=256, warmup_steps=2048, schedule="constant", lr_warmup_epochs=0.0
@@ -41,6 +41,16 @@ GRIDS = {
     # The paper's search, of 135 points for each H and K. Those with lr >= .05, p = .02 and eta = .5
     # overshoot the anchor (beta of 1.25 and more).
     "cifar10-vgg16/search": _LR | _P | _ETA,
+}
+# lr, outer_lr and p have the paper's ranges.
+SEARCH = {
+    "lr": (0.025, 0.075),
+    "schedule": ["cosine", "constant"],
+    "sync_every": [64, 128],
+    "outer_lr": (0.2, 1.6),
+    "outer_momentum": [0.5, 0.9],
+    "mix_prob": [0.05, 0.1],
+    "pull": (0.05, 0.6),
 }
 
 

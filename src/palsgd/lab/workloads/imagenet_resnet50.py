@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from palsgd.lab.classification import Batch, Classification, sample_slices
-from palsgd.lab.data.download import place_of
+from palsgd.lab.data import sources
 from palsgd.lab.data.images import open_folders
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of
@@ -20,23 +20,35 @@ RECIPES = {
         mix_prob=0.05, mix_rate=4.0, warmup_steps=200_000, sharding="fixed", inner="sgd", lr=1e-3,
         momentum=0.875, weight_decay=_DECAY, schedule="cosine", lr_warmup_epochs=3, outer_lr=0.2,
         outer_momentum=0.875, outer_weight_decay=_DECAY, target=0.75, target_on="metric",
+        whole_rounds=True,
     ),
 }  # fmt: skip
 GRIDS = {
     "imagenet-resnet50/eta": {"mix_rate": [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]},
     "imagenet-resnet50/lr": {"outer_lr": [0.1, 0.2]},
 }
+# outer_lr has the paper's range; lr is fixed there.
+SEARCH = {
+    "lr": (3e-4, 3e-3),
+    "schedule": ["constant", "cosine"],
+    "sync_every": [32, 64],
+    "outer_lr": (0.1, 0.2),
+    "outer_momentum": [0.5, 0.9],
+    "mix_prob": [0.05, 0.1],
+    "pull": (0.05, 0.6),
+}
 
 
 class ImageNetResNet50(Classification):
     name = "imagenet-resnet50"
+    source = sources.ImageNet()
     examples = 1_281_167
     judged_on = "metric"
     held_out = 0.01
     resolution = 224
 
     def load(self) -> None:
-        folder = place_of(self.data, "imagenet")
+        folder = self.source.place(self.data)
         self.photographs = open_folders(
             folder, resolution=self.resolution, seed=self.seed, device=self.device,
             sharding=self.sharding,

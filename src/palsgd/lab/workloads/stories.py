@@ -1,6 +1,7 @@
 """Endless stories from a grammar and a tiny GPT-Neo: nothing to fetch, and a known least loss."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,6 +26,16 @@ GRIDS = {
     "stories/H": {"sync_every": [8, 16, 32, 64, 128]},
     "stories/eta": {"mix_rate": [0.25, 1.0, 4.0, 16.0]},
 }
+# At the longest interval a run has 30 rounds.
+SEARCH = {
+    "lr": (1e-3, 1e-2),
+    "schedule": ["constant", "cosine"],
+    "sync_every": [16, 32],
+    "outer_lr": (0.2, 1.0),
+    "outer_momentum": [0.3, 0.6, 0.9],
+    "mix_prob": [0.0625, 0.125],
+    "pull": (0.05, 0.6),
+}
 
 
 class Stories(Language):
@@ -37,6 +48,8 @@ class Stories(Language):
     floor = GRAMMAR.entropy / GRAMMAR.mean_length
 
     def load(self) -> None:
+        # Drawing takes as long as a step on a GPU, and simulated runs of one seed share their text.
+        self._drawn = lru_cache(maxsize=512)(self._new)
         # One set for tests and one for choosing, whatever the seed. Training text has longer keys.
         key = () if self.split == "test" else (1,)
         texts = GRAMMAR.draw(500, random_stream(0, *key))
@@ -48,7 +61,11 @@ class Stories(Language):
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
         # Every worker has an endless text of its own, so fixed and reshuffled shards are the same.
-        texts = GRAMMAR.draw(size, random_stream(self.seed, worker, index))
+        return self._drawn(self.seed, worker, size, index)
+
+    def _new(self, *key: int) -> Batch:
+        seed, worker, size, index = key
+        texts = GRAMMAR.draw(size, random_stream(seed, worker, index))
         return self._rows(texts.words, texts.lengths)
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ from palsgd.lab.workloads import stories
 
 RECIPES = {"stories-1m": replace(stories.RECIPES["stories"], workload="stories-1m", lr=1e-3)}
 GRIDS: dict[str, dict[str, list]] = {}
+SEARCH = stories.SEARCH | {"lr": (3e-4, 6e-3)}
 
 
 class Stories1M(stories.Stories):

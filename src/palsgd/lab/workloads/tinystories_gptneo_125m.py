@@ -14,6 +14,7 @@ RECIPES = {
     )
 }
 GRIDS = {"tinystories-gptneo-125m/lr": {"outer_lr": [0.1, 0.2]}}
+SEARCH = small.SEARCH
 
 
 class TinyStoriesGPTNeo125M(TinyStories):

@@ -14,7 +14,7 @@ from palsgd.lab.settings import Settings
 _PAPER = Settings(
     workload="tinystories-gptneo-8m", workers=8, epochs=15, batch_size=256, sync_every=64,
     mix_prob=0.1, mix_rate=16.0, warmup_steps=1024, sharding="fixed", inner="adamw", lr=1e-3,
-    weight_decay=0.01, max_norm=1.0, outer_lr=0.2,
+    weight_decay=0.01, max_norm=1.0, outer_lr=0.2, whole_rounds=True,
 )  # fmt: skip
 RECIPES = {
     "tinystories-gptneo-8m": _PAPER,
@@ -32,6 +32,16 @@ GRIDS: dict[str, dict[str, list]] = {
     "tinystories-gptneo-8m/p": {"mix_prob": [0.025, 0.05, 0.1, 0.25, 0.5]},
     "tinystories-gptneo-8m/H": {"sync_every": [32, 64, 128, 256]},
     "tinystories-gptneo-8m/lr": {"outer_lr": [0.1, 0.2]},
+}
+# The paper fixes lr, and has outer_lr of .1 to .2.
+SEARCH = {
+    "lr": (3e-4, 3e-3),
+    "schedule": ["constant", "cosine"],
+    "sync_every": [16, 64],
+    "outer_lr": (0.1, 1.0),
+    "outer_momentum": [0.5, 0.9],
+    "mix_prob": [0.05, 0.1],
+    "pull": (0.05, 0.6),
 }
 
 

@@ -1,0 +1,90 @@
+"""Gain and loss of the mixing method over a link, in one sentence from the figures."""
+
+from statistics import fmean
+
+import numpy as np
+
+from palsgd import registry
+from palsgd.lab.comparison import Comparison, Final, ToTarget, seconds_noise
+from palsgd.lab.groups import Group
+from palsgd.lab.judging.interval import Interval
+from palsgd.lab.judging.speedup import speed_up
+
+EQUAL = 0.02  # numbers of gradients that differ by less are called equal
+
+
+def headline(comparison: Comparison, link: str) -> str:
+    """The mixing method beside the baseline, whatever the figures say. The comparison has both, and
+    seconds."""
+    own = next(each for each in comparison.groups if registry.row(each.method).mixes)
+    base = comparison.baseline(own)
+    assert base is not None, "a demo has a run of the baseline"
+    finals = {row.group: row for row in comparison.finals()}
+    row = next(row for row in comparison.to_target() if row.group is own)
+    sent = _ratio(finals[own], finals[base], "bytes_sent")
+    gain, loss = _gain(comparison, row, base), _loss(finals[own], finals[base])
+    return f"Over {link_in_words(link)} {gain}, with {sent:.2g} x the bytes; {loss}."
+
+
+def link_in_words(link: str) -> str:
+    rate, *rest = (part.strip() for part in link.split(","))
+    return f"{rate} with {', '.join(rest)}" if rest else rate
+
+
+def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
+    """How much sooner the baseline's quality is reached; if it never is, how much sooner the best
+    quality that is reached."""
+    own, name, quality = row.group, _title(row.group), comparison.quality
+    if row.reached:
+        return f"{name} reaches {_title(base)}'s {quality.name} {_sooner(row.speed_ups['time_s'])}"
+    level = fmean(comparison.final_losses(own).values())
+    faster = _speed_up_at(comparison, own, base, level)
+    return (
+        f"{name} does not reach {_title(base)}'s {quality.name} in {row.steps:,.0f} steps; its own "
+        f"final {quality.name}, {quality.sign * level:.3g}, it reaches {_sooner(faster)}"
+    )
+
+
+def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) -> Interval:
+    ours, theirs = comparison.curve(own), comparison.curve(base)
+    assert ours is not None
+    assert theirs is not None
+    noise = (
+        seconds_noise(theirs, level, comparison.paces[base]),
+        seconds_noise(ours, level, comparison.paces[own]),
+    )
+    found = speed_up(theirs, ours, "time_s", np.array([level]), noise=noise)
+    return Interval(found.ratio[0], found.low[0], found.high[0], found.pairs, "95% bootstrap")
+
+
+def _sooner(faster: Interval) -> str:
+    bounds = f" [{faster.low:.2g}, {faster.high:.2g}]" if faster.known else ""
+    if faster.value >= 1:
+        return f"{faster.value:.2g} x{bounds} faster"
+    return f"{1 / faster.value:.2g} x slower (speed-up {faster.value:.2g}{bounds})"
+
+
+def _loss(own: Final, base: Final) -> str:
+    difference, verdict = own.difference, own.verdict
+    assert difference is not None
+    assert verdict is not None
+    worse = difference.value >= 0
+    ends = sorted(100 * (end if worse else -end) for end in (difference.low, difference.high))
+    bounds = f" [{ends[0]:.2g}, {ends[1]:.2g}]" if difference.known else ""
+    gradients = _ratio(own, base, "gradient_steps")
+    equal = abs(gradients - 1) < EQUAL
+    spent = "at equal examples" if equal else f"with {gradients:.2g} x the gradients"
+    return (
+        f"it ends {abs(100 * difference.value):.2g}%{bounds} {'above' if worse else 'below'} "
+        f"{_title(base.group)} {spent}: {verdict.word} ({difference.n} seeds, margin "
+        f"{100 * verdict.margin:g}%)"
+    )
+
+
+def _ratio(own: Final, base: Final, key: str) -> float:
+    ours, theirs = own.totals[key], base.totals[key]
+    return ours / theirs if ours is not None and theirs else float("nan")
+
+
+def _title(group: Group) -> str:
+    return registry.row(group.method).title

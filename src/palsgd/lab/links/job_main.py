@@ -1,0 +1,61 @@
+"""Jobs of the lab by workers behind emulated links.
+
+`run` starts them, in namespaces of their own; what each of them does is
+`python -m palsgd.lab.links.job_main ORDER`, where ORDER is a file with the jobs.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from palsgd.lab.launcher import Job, work
+from palsgd.lab.links.link import Link
+from palsgd.lab.links.network import Network
+from palsgd.lab.run_folder import write_json
+from palsgd.lab.settings import Settings
+
+TIMEOUT_S = 3600.0
+
+
+def run(jobs: list[Job], device: str, link: str, *, within_s: float) -> None:
+    """Time the jobs over the link, and train those for which `within_s` is enough."""
+    order: dict[str, Any] = {
+        "jobs": [vars(job) | _as_text(job) for job in jobs],
+        "device": device,
+        "link": link,
+        "within_s": within_s,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.json"
+        write_json(path, order)
+        command = [sys.executable, "-m", "palsgd.lab.links.job_main", str(path)]
+        with Network(jobs[0].settings.processes, Link.parse(link)) as network:
+            network.run(command, timeout=TIMEOUT_S, echo=not jobs[0].quiet)
+
+
+def _as_text(job: Job) -> dict[str, Any]:
+    return {"settings": job.settings.as_dict(), "folder": str(job.folder.resolve())}
+
+
+def main() -> None:
+    order = json.loads(Path(sys.argv[1]).read_text())
+    # A namespace looks like a machine of its own; in truth the workers share this one.
+    os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    jobs = [
+        Job(
+            **{
+                **each,
+                "settings": Settings.from_dict(each["settings"]),
+                "folder": Path(each["folder"]),
+            }
+        )
+        for each in order["jobs"]
+    ]
+    work(jobs, order["device"], order["link"], order["within_s"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The model, the optimizer and the batches of this process, whose steps are trained or timed."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import palsgd
+from palsgd.lab.factory import build_optimizer, low_precision
+from palsgd.lab.settings import Settings
+from palsgd.lab.workload import Workload
+
+
+class WorkerLoop:
+    """Every rank makes one. A worker has one rank or several, which share its batches and average
+    every gradient. `settings` are in steps, not in epochs."""
+
+    def __init__(self, settings: Settings, workload: Workload):
+        self.settings, self.workload = settings, workload
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.steps = settings.total_steps(workload.examples)
+        torch.manual_seed(settings.seed)
+        self.net = workload.model().to(workload.device)
+        self.model, group = self._wrapped()
+        self.opt: palsgd.LocalOptimizer = build_optimizer(settings, self.steps, self.model, group)
+        torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
+        self.autocast = low_precision(settings, workload.device)
+
+    def _wrapped(self) -> tuple[nn.Module, ProcessGroup | None]:
+        """The model that the loop calls, and the group of the optimizer."""
+        if self.settings.ranks_per_worker > 1:
+            mesh = palsgd.worker_groups(self.settings.ranks_per_worker)
+            inside, workers = mesh["inside"].get_group(), mesh["workers"].get_group()
+            return DistributedDataParallel(self.net, process_group=inside), workers
+        return DistributedDataParallel(self.net) if self.world > 1 else self.net, None
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's parts of its worker's batches, by index, so that a resumed run continues with
+        the next batch."""
+        ranks = self.settings.ranks_per_worker
+        while True:
+            batch = self.workload.batch(
+                worker=self.rank // ranks,
+                workers=self.world // ranks,
+                size=self.settings.batch_size,
+                index=self.opt.gradient_steps,
+            )
+            yield split_batch(batch, ranks)[self.rank % ranks]
+
+    def gradient(self, batch: Any) -> Tensor:
+        """The loss; the gradient is where the optimizer finds it."""
+        parts = self.settings.micro_batches
+        total = torch.zeros((), device=self.workload.device)
+        for number, part in enumerate(split_batch(batch, parts)):
+            with self._exchanging(last=number == parts - 1):
+                with self.autocast():
+                    loss = self.workload.loss(self.model, part) / parts
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _exchanging(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Where DDP averages gradients, it does so once, with the last part of a batch."""
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    if parts == 1:
+        return [batch]
+    leaves, shape = pytree.tree_flatten(batch)
+    return [
+        pytree.tree_unflatten(list(each), shape)
+        for each in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)
+    ]
