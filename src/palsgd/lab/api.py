@@ -104,9 +104,11 @@ def compare(
         result.frame.groupby(["label", "step"]).loss.mean()
     """
     given = settings if workers is None else {**settings, "workers": workers}
+    names = _names(methods)  # first: settings may be those of a user's own method
     base = workloads.recipe(workload).changed(given)
     runs, remarks = compared_runs(
-        runs_of(base, _names(methods)), recipe=workload, seeds=seeds, controls=controls, tuned=tuned, given=given,
+        runs_of(base, names), recipe=workload, seeds=seeds, controls=controls, tuned=tuned,
+        given=given,
     )  # fmt: skip
     for remark in remarks:
         warnings.warn(remark, stacklevel=2)
@@ -171,9 +173,9 @@ def _figures(line: Line) -> dict[str, Any]:
 
 
 def _names(methods: Sequence[str] | str | None) -> tuple[str, ...]:
-    return method_names(
-        methods if methods is None or isinstance(methods, str) else ",".join(methods)
-    )
+    if methods is None or isinstance(methods, str):
+        return method_names(methods)
+    return method_names(",".join(methods))
 
 
 def _is_list(value: Any) -> bool:
