@@ -90,7 +90,7 @@ def compare(
         simulate: all workers in this process; False: real processes.
         controls: also run what tells the parts of a mixing method apart.
         tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
-            it comes with one, and "none" for the recipe's settings for all.
+            it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.
         options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
         settings: any other settings, as `steps=600` or `lr=0.002`.

@@ -74,7 +74,7 @@ Tuned = Annotated[
     str | None,
     typer.Option(
         help="A file of palsgd tune, with settings for each method; none: the recipe's for all.",
-        show_default="the recipe's, if it comes with one",
+        show_default="the recipe's, if it comes with one and no settings are given",
     ),
 ]
 Simulate = Annotated[
