@@ -13,10 +13,10 @@ from pathlib import Path
 from palsgd.lab.launcher import Job
 from palsgd.lab.links import Link, job_main, unavailable
 from palsgd.lab.methods import default_names, mixing
-from palsgd.lab.run_list import with_seeds
+from palsgd.lab.run_list import with_seeds, with_tuned
 from palsgd.lab.run_set import Options, check_folder, run_all
 from palsgd.lab.settings import Settings
-from palsgd.lab.tuning.tuned_file import shipped, tuned_settings
+from palsgd.lab.tuning.tuned_file import shipped
 from palsgd.lab.workloads import recipe
 
 RECIPE = "digits"
@@ -32,17 +32,13 @@ def demo_runs(steps: int | None = None) -> dict[str, Settings]:
     # checkpoints would be waited for over the link; the whole demo is done again as quickly
     base = recipe(RECIPE).changed({"seed": FIRST_SEED, "checkpoint_every": 10**6})
     names = sorted(default_names(), key=lambda name: name != mixing().name)
-    chosen = {name: _settings(name, base) for name in names}
+    chosen = {name: base.changed({"method": name}) for name in names}
+    if RECIPE in shipped():
+        chosen, _ = with_tuned(chosen, RECIPE)
     if steps is not None:
         chosen = {name: each.changed({"steps": steps}) for name, each in chosen.items()}
     runs = with_seeds(chosen, SEEDS)
     return dict(sorted(runs.items(), key=lambda run: run[1].seed))  # seed by seed
-
-
-def _settings(method: str, base: Settings) -> Settings:
-    if RECIPE not in shipped():
-        return base.changed({"method": method})
-    return tuned_settings(RECIPE, method, base)
 
 
 def run_demo(
