@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import gc
 import logging
 import math
 import os
@@ -143,6 +144,7 @@ def _time(
         session = measure(runs, _workload(alike[0], device, load), link=link)
         if dist.get_rank() == 0:
             record.add(alike[0].folder.parent, session)
+    gc.collect()  # the programs that were timed, and their memory
     dist.barrier()
 
 
@@ -169,6 +171,7 @@ def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
 def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
+    gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
     Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
 
 

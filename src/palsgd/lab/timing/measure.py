@@ -99,7 +99,8 @@ class _Programs:
         for kind, *rows in zip(self._blocks, *taken, strict=True):
             self._figures[kind] = _over_processes(rows)
         for block in self._blocks.values():
-            block.loop.opt.finish()  # one that is dropped unsynced would be warned about
+            block.loop.close()
+        self._blocks.clear()
 
     def kind(self, settings: Settings) -> Kind:
         without = TIMELESS | without_effect(settings.method)
