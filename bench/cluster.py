@@ -43,8 +43,8 @@ def simulation(workers: int, spread: str, work: Work, steps: int) -> Callable[[]
 
 def told_plan(workers: int) -> Callable[[], dict[str, float]]:
     def run() -> dict[str, float]:
-        cluster, task = prepare(
-            None, step_ms=50.0, parameters="8M", steps=None, extra_steps=0.0, mix_prob=None,
+        cluster, task, _ = prepare(
+            None, step_ms=50.0, parameters="8M", steps=None, extra_steps=None, mix_prob=None,
             data=None, device="cpu", workers=workers, rate="100mbit", latency="20ms",
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ from torch import nn
 import palsgd
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.simulator.batches import Batches
-from palsgd.simulator.exact import run_exact, seeded
+from palsgd.simulator.exact import Exact, seeded
 from palsgd.simulator.history import Recorder
 from palsgd.simulator.run import Run
 from palsgd.simulator.stacking_checks import fastest_convolutions
@@ -127,24 +127,23 @@ def vectorized_step(problem, workers, compiled=False, rounds=3, runs=1):
     torch.manual_seed(0)
     crew = []
     for _ in range(runs):
-        recorder = Recorder(None, 1, progress=False)
-        recorder.begin(10**9)
+        recorder = Recorder(None, 1, steps=10**9)
         model = problem.model().to(problem.device)
         sources = [Batches(problem.batches, k) for k in range(workers)]
         crew.append(Run(model, problem.loss, sources, problem.method, recorder))
-    engine = Vectorized(crew, compiled)
     every = crew[0].opt.sync_every
-    with fastest_convolutions():
-        engine.train(2 * every)  # compiles, chooses algorithms
-        if problem.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        before, total = crew[0].ledgers[0].gradient_steps, 0.0
-        for r in range(rounds):
-            settle(problem.device)
-            start = time.perf_counter()
-            engine.train((3 + r) * every)
-            settle(problem.device)
-            total += time.perf_counter() - start
+    engine = Vectorized(crew, compiled, steps=2 * every)
+    engine.advance()  # compiles, chooses algorithms
+    if problem.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before, total = crew[0].ledgers[0].gradient_steps, 0.0
+    for _ in range(rounds):
+        engine.steps += every
+        settle(problem.device)
+        start = time.perf_counter()
+        engine.advance()
+        settle(problem.device)
+        total += time.perf_counter() - start
     taken = crew[0].ledgers[0].gradient_steps - before
     peak = torch.cuda.max_memory_allocated() if problem.device == "cuda" else 0
     return total / taken, peak
@@ -156,20 +155,20 @@ def exact_step(problem, workers):
     data = {k: problem.batches(k) for k in range(workers)}
 
     def run(steps):
-        models = [problem.model().to(problem.device) for _ in range(workers)]
-        for m in models[1:]:
-            m.load_state_dict(models[0].state_dict())
-        settle(problem.device)
-        start = time.perf_counter()
-        result = run_exact(
-            models=models, steps=steps, loss=problem.loss, method=problem.method,
+        engine = Exact(
+            model=problem.model().to(problem.device), steps=steps, loss=problem.loss,
+            method=problem.method,
             rngs=[seeded(k, torch.device(problem.device)) for k in range(workers)],
             batches=[Batches(data.__getitem__, k) for k in range(workers)],
-            recorder=Recorder(None, 1, progress=False),
+            recorder=Recorder(None, 1, steps=steps),
         )  # fmt: skip
+        opts = [worker.opt for worker in engine.workers]
         settle(problem.device)
-        every = result.optimizers[0].sync_every
-        return time.perf_counter() - start, result.ledger.gradient_steps, every
+        start = time.perf_counter()
+        engine.advance()
+        settle(problem.device)
+        taken = time.perf_counter() - start
+        return taken, opts[0].ledger.gradient_steps, opts[0].sync_every
 
     _, _, every = run(1)
     (short, few, _), (long, many, _) = run(every), run(2 * every)

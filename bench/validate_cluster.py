@@ -8,13 +8,14 @@ gloo and palsgd's own optimizers. A gradient is a sleep, in the forward pass and
 the backward pass, as two cores cannot compute for eight workers at once: it stands for a device
 that leaves its host's cores alone. What the prediction knows was measured without a link: the step
 time, and what a sync takes over loopback; the rest is nominal rate, latency and the model's size.
+Every round counts. The record has the load of the machine, its own processes included.
 Where links cannot be emulated, --tiny has its two workers meet over loopback.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -151,20 +152,11 @@ def measured(workers: int, link: Link, names: tuple[str, ...]) -> dict[str, Any]
     return json.loads(done[0].stdout)
 
 
-def rounds_of(job: Job, arrivals: list[tuple[int, float]]) -> list[float]:
-    """The time of each round, or step of DDP. From the first exchange, which opens connections, to
-    the last but one: at the end of training there is nothing to hide behind."""
-    H, times = job.get("H", 1), dict(arrivals)
-    first = min(times)
-    marks = [times[clock] for clock in sorted(times)[:-1] if (clock - first) % H == 0]
-    return [after - before for before, after in itertools.pairwise(marks)]
-
-
-def undisturbed(real: list[float], model: list[float]) -> tuple[float, float]:
-    """Means over the half of the rounds in which the machine's other programs cost least."""
-    pairs = sorted(zip(real, model, strict=True), key=lambda pair: pair[0] / pair[1])
-    best = pairs[: max(1, len(pairs) // 2)]
-    return statistics.fmean(r for r, _ in best), statistics.fmean(m for _, m in best)
+def round_s(job: Job, arrivals: list[tuple[int, float]]) -> float:
+    """The mean time of a round, or step of DDP, from the first exchange, which opens connections,
+    to the end of training. All rounds count, and so does the last sync, which nothing hides."""
+    (first, began), (last, ended) = min(arrivals), max(arrivals)
+    return (ended - began) / (last - first) * job.get("H", 1)
 
 
 def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int, float]]:
@@ -183,18 +175,13 @@ def predicted(workers: int, link: Link, name: str, alone: Any) -> list[tuple[int
 
 
 def _without_link(job: Job, alone: Any) -> tuple[float, float]:
-    """Seconds of a step and of a sync, the lower quartiles. DDP's step over loopback is all it
-    does."""
+    """Seconds of a step and of a sync, the medians. DDP's step over loopback is all it does."""
     plain = [took for synced, took in alone["iterations"] if not synced]
     with_sync = [took for synced, took in alone["iterations"] if synced]
     if "H" not in job:
-        return _quartile(with_sync[1:]), 0.0
-    step = _quartile(plain)
-    return step, max(0.0, _quartile(with_sync) - step)
-
-
-def _quartile(times: list[float]) -> float:
-    return sorted(times)[len(times) // 4]
+        return statistics.median(with_sync[1:]), 0.0
+    step = statistics.median(plain)
+    return step, max(0.0, statistics.median(with_sync) - step)
 
 
 def rows(networks: list[tuple[int, str, float, tuple[str, ...]]]) -> Iterator[dict[str, Any]]:
@@ -208,13 +195,12 @@ def rows(networks: list[tuple[int, str, float, tuple[str, ...]]]) -> Iterator[di
         for name in names:
             job = METHODS[name]
             model = predicted(workers, link, name, alone[workers][name])
-            real, guess = undisturbed(
-                rounds_of(job, found[name]["arrivals"]), rounds_of(job, model)
-            )
+            real = round_s(job, [(at, then) for at, then in found[name]["arrivals"]])
+            guess = round_s(job, model)
             yield {
                 "workers": workers, "rate": rate, "latency_ms": delay, "method": name,
                 "measured_s": real, "predicted_s": guess, "error": guess / real - 1,
-                "exchanges": len(model),
+                "exchanges": len(model), "load": os.getloadavg()[0],
                 "same_clocks": [at for at, _ in found[name]["arrivals"]] == [at for at, _ in model],
             }  # fmt: skip
 
@@ -251,7 +237,11 @@ def main() -> None:
         )
         save(record, args.out)
     count, median, worst = len(record["rows"]), record["median"], record["worst"]
-    print(f"\n{count} combinations: median error {median:.1%}, worst {worst:.1%}")
+    load = f"{record['least_load']:.1f} to {record['most_load']:.1f}"
+    print(
+        f"\n{count} combinations: median error {median:.1%}, worst {worst:.1%}, "
+        f"with the machine at loads of {load}"
+    )
     print(summary(record))
 
 
@@ -260,6 +250,8 @@ def judged(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "median": statistics.median(errors),
         "worst": max(errors),
+        "least_load": min(row["load"] for row in found),
+        "most_load": max(row["load"] for row in found),
         "untimed": {
             "exchanges": [row["exchanges"] for row in found],
             "at the predicted points of the clock": all(row["same_clocks"] for row in found),

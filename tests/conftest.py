@@ -28,6 +28,7 @@ SLOW_FILES = {
     "test_sync.py",
     "test_tensors.py",
     "test_theory.py",
+    "test_theory_verdicts.py",
     "test_vectorized.py",
     "test_workloads.py",
 }

@@ -1,13 +1,16 @@
-"""Checks of arguments. Each says what was wrong, the value it got, and what to give instead."""
+"""Checks of arguments. Each says what was wrong, the value it got, and what to give instead.
+
+NumPy's numbers are registered as `Integral` and `Real`, so they pass, and the command line, which
+checks settings, need not import numpy.
+"""
 
 import math
 import sys
 import warnings
 from collections.abc import Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 
 def warn(text: str) -> None:
@@ -20,7 +23,7 @@ def warn(text: str) -> None:
 
 def check_int(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int, or a ValueError that says what it must be."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name}={value!r} must be a whole number >= {least}")
     return int(value)
 
@@ -55,7 +58,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_mix_prob(mix_prob: float) -> None:
-    if not (isinstance(mix_prob, (int, float, np.floating)) and 0 <= mix_prob < 1):
+    if not (isinstance(mix_prob, Real) and 0 <= mix_prob < 1):
         raise ValueError(
             f"mix_prob={mix_prob!r} must be a number in [0, 1): the share of steps that mix; "
             "use 0 for DiLoCo, 0.05 to 0.1 for PALSGD"
@@ -63,12 +66,12 @@ def check_mix_prob(mix_prob: float) -> None:
 
 
 def check_mix_rate(mix_rate: float) -> None:
-    if not (isinstance(mix_rate, (int, float, np.floating)) and 0 <= mix_rate < math.inf):
+    if not (isinstance(mix_rate, Real) and 0 <= mix_rate < math.inf):
         raise ValueError(f"mix_rate={mix_rate!r} must be a finite number >= 0")
 
 
 def check_pull(pull: float) -> None:
-    if not (isinstance(pull, (int, float, np.floating)) and 0 <= pull <= 1):
+    if not (isinstance(pull, Real) and 0 <= pull <= 1):
         raise ValueError(
             f"pull={pull!r} must be a number in [0, 1]: the share of a round's displacement that "
             "its mixing steps take back; use about 0.5"

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from palsgd import registry
 from palsgd.auto_interval import Auto
 from palsgd.keywords import documented, explained, joined, named
 from palsgd.local_optimizer import LocalOptimizer
@@ -166,9 +167,8 @@ class DDP(LocalOptimizer):
 
 def builder_of(row: Row) -> Callable[..., LocalOptimizer]:
     """The function of `palsgd.methods` that builds a method's optimizer."""
-    public = globals().get(row.title)
-    if public is not None:
-        return public
+    if row.name in registry.names() and row.title in __all__:
+        return globals()[row.title]
 
     def build(
         model: nn.Module, inner: Optimizer | Sequence[Optimizer], **settings: Any

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.replica import Replica
-from palsgd.scalars import decode, encode
+from palsgd.scalars import decode, encode, without_room
 from palsgd.sharding import is_sharded, local_tensor
 
 OWN = "palsgd"  # the key of palsgd's part in a parameter's entry
@@ -39,6 +39,18 @@ def packed(fields: dict[str, Any], inner: dict[str, Any], replica: Replica) -> d
     # in the order of the parameters; a user's own entries, which have no number, go last
     ordered = sorted(entries.items(), key=lambda pair: (not isinstance(pair[0], int), pair[0]))
     return {**inner, "state": dict(ordered)}
+
+
+def compact(state: Mapping[str, Any], *, inner: bool = True) -> dict[str, Any]:
+    """A state of plain tensors for a file that is read whole: without the room that its numbers
+    have to grow and, unless `inner`, without the tensors of the inner optimizer."""
+    entries: dict[Any, Any] = {}
+    for key, entry in state["state"].items():
+        own = dict(entry.get(OWN, {}))
+        if _SCALARS in own:
+            own[_SCALARS] = without_room(own[_SCALARS])
+        entries[key] = {**(entry if inner else {}), OWN: own}
+    return {**state, "state": entries}
 
 
 def _entries(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

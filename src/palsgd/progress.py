@@ -4,6 +4,7 @@ quiet."""
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 FIRST_AFTER = 2.0  # seconds: nothing is shown for work that takes less
@@ -63,3 +64,17 @@ class ProgressBar:
         text = f"{self._what} [{bar}] {figures}"[: shutil.get_terminal_size().columns - 1]
         print(f"\r{text:<{self._drawn}}", end="", file=sys.stderr, flush=True)
         self._drawn = len(text)
+
+
+def file_progress(quiet: bool) -> Callable[[str, int, int], None]:
+    """A function that is told what is read or fetched, the bytes so far and in all."""
+    bars: dict[str, ProgressBar] = {}
+
+    def at(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            bars[what] = ProgressBar(what, total, unit="bytes", quiet=quiet)
+        bars[what].at(done)
+        if done >= total:
+            bars[what].close()
+
+    return at

@@ -29,6 +29,12 @@ def encode(tree: Any, device: torch.device) -> Tensor:
     return torch.from_numpy(filled).to(device)
 
 
+def without_room(encoded: Tensor) -> Tensor:
+    """The bytes without the zeros behind the text. `decode` reads them too."""
+    length = int.from_bytes(encoded[:8].cpu().numpy().tobytes(), "little")
+    return encoded[: 8 + length].clone()
+
+
 def decode(encoded: Tensor) -> Any:
     filled = encoded.detach().cpu().to(torch.uint8).numpy().tobytes()
     length = int.from_bytes(filled[:8], "little")

@@ -46,6 +46,7 @@ FIGURES = {
         name: {"parameters": 26624, "gradient_steps": 32, "final_loss": about(4.7625)}
         for name in ("post-local", "localsgd")
     },
+    "prices": {"trials": 5, "cases": 17, "runs": 34, "failed": 0},
     "quality": {
         "PALSGD, seed 1": {
             "loss": about(5.2512),

@@ -453,10 +453,10 @@ def test_in_memory_and_from_files_are_nearly_the_same_picture(tmp_path):
 def test_validation_sees_the_middle_of_every_photograph_in_order(tmp_path):
     root = write_photographs(tmp_path)
     kept, read = opened(root, in_memory=True), opened(root, in_memory=False)
-    found, labels = read.validation(slice(2, 6))
+    found, labels = read.plain("val", slice(2, 6))
     assert labels.tolist() == [0, 0, 1, 1]
     assert found.shape == (4, 3, 48, 48)
-    assert (found - kept.validation(slice(2, 6))[0]).abs().max() < 0.1
+    assert (found - kept.plain("val", slice(2, 6))[0]).abs().max() < 0.1
 
 
 def test_random_crops_have_the_law_of_torchvision():
@@ -511,7 +511,7 @@ def test_missing_and_broken_photographs_are_named(tmp_path):
     root = write_photographs(tmp_path)
     (root / "val" / "dog" / "3.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"3\.png is missing or not an image"):
-        opened(root, in_memory=False).validation(slice(0, 8))
+        opened(root, in_memory=False).plain("val", slice(0, 8))
     (root / "val" / "dog").rename(root / "val" / "fox")
     with pytest.raises(ValueError, match="the class dog is not in both"):
         opened(root)

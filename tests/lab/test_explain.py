@@ -317,6 +317,31 @@ def test_the_weight_of_a_mixing_step_is_explained_for_a_pull():
     )
 
 
+def test_a_mix_rate_that_changes_is_explained_with_its_weights_and_refused_where_it_is_too_large():
+    changing = QUIET.changed({"mix_rate": "0:4,165:16"})
+    text = " ".join(printed(changing).split())
+    assert "mix_rate=0:4,165:16 changes with the clock" in text
+    assert "is 0.2 at step 5, 0.8 at step 165, 0.8 at step 324, 0.8 at most" in text
+    assert remarks(forecast(changing)) == []
+    (refused,) = remarks(forecast(QUIET.changed({"mix_rate": "0:4,165:24,173:1"})))
+    assert "refused: mix_rate=24 gives beta=1.2" in refused
+
+
+def test_a_pull_along_a_course_is_explained_with_its_weights():
+    text = " ".join(printed(QUIET.changed({"pull": "linear:0.5..0"})).split())
+    assert "pull=linear:0.5..0 changes with the clock. beta = 1 - (1 - pull)" in text
+    assert "0 at step 324" in text
+    assert forecast(QUIET.changed({"pull": "linear:0.5..0"})).betas[0] == 0.0
+
+
+def test_rounds_of_several_lengths_are_explained():
+    changing = QUIET.changed({"sync_every": "0:8,165:16"})
+    text = " ".join(printed(changing).split())
+    assert "30 rounds of 8 to 16 steps by sync_every=0:8,165:16" in text  # 20 of 8, 10 of 16
+    assert [len(forecast(changing).steps_of(round)) for round in (0, 19, 20, 29)] == [8, 8, 16, 16]
+    assert remarks(forecast(changing)) == []
+
+
 def test_beta_follows_the_schedule_of_the_local_phase():
     # half a cosine over 325 steps, of which the local phase has all but the first 165
     settings = replace(QUIET, schedule="cosine", warmup_steps=165)

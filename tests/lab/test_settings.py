@@ -11,13 +11,21 @@ from palsgd import registry
 from palsgd.events import Mixed, Synced
 from palsgd.lab import workloads
 from palsgd.lab.clock_values import function_of_clock, separated
-from palsgd.lab.factory import build_optimizer, learning_rate_factor, outer_optimizer
+from palsgd.lab.factory import (
+    build_optimizer,
+    inner_optimizer,
+    learning_rate_factor,
+    outer_optimizer,
+)
 from palsgd.lab.forecast import forecast
 from palsgd.lab.methods import default_names, method_of, own_settings, without_effect
+from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import check_method, grid_of, random_points
 from palsgd.lab.settings import FIELDS, Settings, assignments, parsed
 from palsgd.lab.worker_loop import split_batch
 from palsgd.transports import Alone, ambient
+from support.commands import apart, lines
+from support.commands import palsgd as palsgd_command
 
 METHODS = default_names()
 
@@ -389,3 +397,77 @@ def test_settings_without_effect_change_nothing_in_the_optimizer(method):
             with ambient(Alone()):
                 configs.append(build_optimizer(each, 100, torch.nn.Linear(3, 1)).config)
         assert (configs[0] == configs[1]) == (name in without_effect(method)), name
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_processes_and_the_simulator_agree_on_settings_that_change_with_the_clock(tmp_path):
+    words = (
+        "digits", "sync_every=0:8,20:12", "pull=cosine:0.5..0", "outer_schedule=cosine",
+        "schedule=step", "schedule_every_epochs=1", "lr_warmup_epochs=0.5",
+        "sharding=dirichlet:0.3", "warmup_steps=3", "evaluate_every=9", "--workers", 2,
+        "--steps", 45, "--no-report",
+    )  # fmt: skip
+    said = apart("train", *words, "--out", tmp_path / "real")
+    assert said.code == 0, said.err
+    assert palsgd_command("train", *words, "--simulate", "--out", tmp_path / "simulated").code == 0
+    real, simulated = (lines(tmp_path / name / "palsgd") for name in ("real", "simulated"))
+    assert [line["step"] for line in real] == [line["step"] for line in simulated]
+    for name in ("loss", "metric", "train_metric", "lr"):
+        values = [[line[name] for line in each if "loss" in line] for each in (real, simulated)]
+        assert values[0] == pytest.approx(values[1], abs=1e-5), name
+    config = RunFolder(tmp_path / "real" / "palsgd").config()
+    assert (config["schedule_every"], config["lr_warmup_steps"]) == (22, 11)  # of 22 steps
+    again = palsgd_command(
+        "train", *words, "--simulate", "--resume", "--out", tmp_path / "simulated"
+    )
+    assert again.code == 0, again.err  # what was given in epochs is not taken for another setting
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("stories sharding=dirichlet:1", "sharding=dirichlet:1 deals out examples by their labels"),
+        ("stories target_on=train_metric", "stories has no metric on training examples; use"),
+        ("digits context=9", "context=9 is for texts that are cut, and digits has none"),
+        ("digits mix_rate=0:1,100:1000", "use mix_rate <= 50"),
+    ],
+)
+def test_what_a_workload_or_a_method_cannot_follow_is_one_line_and_exit_code_2(
+    words, said, tmp_path
+):
+    answer = palsgd_command("train", *words.split(), "--simulate", "--out", tmp_path / "p")
+    assert answer.code == 2, answer.err
+    assert said in " ".join(answer.err.split())
+
+
+def test_the_optimizers_of_the_papers_figure_are_different_programs():
+    points = grid_of(
+        workloads.recipe("tinystories-gptneo-8m"),
+        workloads.grid("tinystories-gptneo-8m/optimizers"),
+    )
+    found = set()
+    for settings in points.values():
+        inner = inner_optimizer(settings, torch.nn.Linear(2, 1))
+        outer = outer_optimizer(settings)([torch.nn.Parameter(torch.zeros(2))])
+        found.add(tuple((type(each).__name__, str(each.defaults)) for each in (inner, outer)))
+    assert len(found) == len(points) == 3 * 4 * 3
+
+
+def test_the_papers_search_for_vgg16_has_its_points_and_some_overshoot():
+    points = grid_of(workloads.recipe("cifar10-vgg16"), workloads.grid("cifar10-vgg16/search"))
+    assert len(points) == 135
+    refused = [
+        settings
+        for settings in points.values()
+        if settings.lr * settings.mix_rate / settings.mix_prob > 1
+    ]
+    assert len(refused) == 10
+    for settings in points.values():
+        if settings in refused:
+            with pytest.raises(ValueError, match=r"mix_rate <= "):
+                check_method(settings)
+        else:
+            check_method(settings)

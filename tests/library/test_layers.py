@@ -12,8 +12,8 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "digest", "errors", "events", "feed", "finite", "flat"),
-    ("outer", "progress", "rows", "scalars", "sharding", "unsynced", "units"),
+    ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts"),
+    ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
         *("two_levels", "wrapped"),

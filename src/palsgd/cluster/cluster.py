@@ -9,11 +9,12 @@ import numpy as np
 
 from palsgd import units
 from palsgd.checks import check_choice, check_int, check_number
-from palsgd.cluster.events import Projection, TimeSimulation
+from palsgd.cluster.events import Buckets, Projection, TimeSimulation
 from palsgd.cluster.gradient_counts import Counts
 from palsgd.cluster.network import ALGORITHMS, Network
 from palsgd.cluster.step_times import SPREADS, Compute
 from palsgd.cluster.work import Work
+from palsgd.payload import Sent
 
 
 class Cluster:
@@ -27,12 +28,18 @@ class Cluster:
         rate: the rate of a worker's link in each direction, or of a node's link if workers share
             one.
         latency: the latency of that link, one way.
+        slow_rate: the rate of the slowest worker's link, where links are uneven; every all-reduce
+            passes through it. None: all are alike.
         spread: how the time of a step varies: "constant", "lognormal" or "heavy-tail" (Pareto).
         cv: the standard deviation over the mean, for a lognormal spread.
         tail: the index of a heavy-tail spread, above 1.
-        straggler: the factor on the time of a step of the last worker.
+        straggler: the factor on the time of a step of the last workers.
+        stragglers: how many these are.
         per_node: workers that share a node and its link.
-        node_rate, node_latency: rate and latency of the links between the workers of a node.
+        ranks_per_worker: devices that are one worker and average every gradient among themselves;
+            DDP averages over all of them. `rate` is then that of the link they share.
+        node_rate, node_latency: rate and latency of the links between the workers of a node, or
+            between the ranks of a worker.
         all_reduce: "ring", "tree", "two-level", "gloo" (its ring over TCP) or "auto", the cheapest
             of the first three.
         overlap: the share of a step, at its end, during which DDP's all-reduces run; by default the
@@ -58,11 +65,14 @@ class Cluster:
         step: float | str,
         rate: float | str,
         latency: float | str = 0.0,
+        slow_rate: float | str | None = None,
         spread: str = "constant",
         cv: float = 0.1,
         tail: float = 2.5,
         straggler: float = 1.0,
+        stragglers: int = 1,
         per_node: int = 1,
+        ranks_per_worker: int = 1,
         node_rate: float | str = "1200gbit",
         node_latency: float | str = "5us",
         all_reduce: str = "auto",
@@ -74,12 +84,20 @@ class Cluster:
         self.step = units.seconds("step", step)
         self.rate = units.rate("rate", rate)
         self.latency = units.seconds("latency", latency, zero=True)
+        self.slow_rate = None if slow_rate is None else units.rate("slow_rate", slow_rate)
         check_choice("spread", spread, SPREADS)
         self.spread = spread
         self.cv = check_number("cv", cv, "more than 0", low=0.0)
         self.tail = check_number("tail", tail, "more than 1, or the mean is infinite", low=1.0)
         self.straggler = check_number("straggler", straggler, "a factor of at least 1", low=0.999)
+        self.stragglers = check_int("stragglers", stragglers, least=1)
         self.per_node = check_int("per_node", per_node, least=1)
+        self.ranks_per_worker = check_int("ranks_per_worker", ranks_per_worker, least=1)
+        if self.per_node > 1 and self.ranks_per_worker > 1:
+            raise ValueError(
+                f"per_node={per_node} and ranks_per_worker={ranks_per_worker} both say what shares "
+                "a link; give one of them"
+            )
         self.node_rate = units.rate("node_rate", node_rate)
         self.node_latency = units.seconds("node_latency", node_latency, zero=True)
         check_choice("all_reduce", all_reduce, ALGORITHMS)
@@ -130,15 +148,43 @@ class Cluster:
 
     @property
     def network(self) -> Network:
+        """The network between the workers."""
+        return self._network(self.workers, self.per_node)
+
+    @property
+    def network_of_ranks(self) -> Network:
+        """The network over which DDP averages: a worker of several ranks is a node of it."""
+        ranks = self.ranks_per_worker
+        return self._network(ranks * self.workers, max(ranks, self.per_node))
+
+    def _network(self, members: int, per_node: int) -> Network:
+        rate = self.rate if self.slow_rate is None else min(self.rate, self.slow_rate)
         return Network(
-            self.workers, self.rate, self.latency, self.per_node, self.node_rate,
-            self.node_latency, self.all_reduce,
+            members, rate, self.latency, per_node, self.node_rate, self.node_latency,
+            self.all_reduce,
         )  # fmt: skip
+
+    def inside_s(self, work: Work) -> float:
+        """The seconds by which the ranks of a worker lengthen a gradient step, as they average its
+        gradient among themselves."""
+        ranks = self.ranks_per_worker
+        if ranks == 1:
+            return 0.0
+        return Buckets(self._network(ranks, ranks), work, self.overlap).exposed(self.step)
+
+    def sync_s(self, message: Sent) -> float:
+        """The seconds of one message of a sync. The ranks of a worker send one part each of a plain
+        message and give it to each other; a coded one is sent whole by every rank."""
+        ranks = self.ranks_per_worker
+        if message.coded:
+            return self.network.seconds(message._replace(bytes=ranks * message.bytes))
+        handed_on = 8 * message.bytes * (ranks - 1) / ranks / self.node_rate
+        return self.network.seconds(message) + handed_on
 
     def compute(self, rng: "np.random.Generator") -> Compute:
         return Compute(
             workers=self.workers, mean=self.step, spread=self.spread, cv=self.cv, tail=self.tail,
-            straggler=self.straggler, rng=rng,
+            straggler=self.straggler, stragglers=self.stragglers, rng=rng,
         )  # fmt: skip
 
     def project(

@@ -8,11 +8,13 @@ two events no worker waits for another, so each adds the seconds of its own step
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from palsgd.cluster.gradient_counts import Counts, Drawn
+from palsgd.cluster.network import Network
 from palsgd.cluster.work import Work
 from palsgd.payload import wire_bytes
 from palsgd.schedule import Due, Schedule
@@ -74,12 +76,12 @@ class TimeSimulation:
             workers=cluster.workers, mix_prob=work.mix_prob, draws=work.draws, rng=draws
         )
         self._compute = cluster.compute(steps)
-        self._network, self._watched, self._until = cluster.network, list(watched), until_s
+        self._watched, self._until = list(watched), until_s
+        self._inside = cluster.inside_s(work)
         self.clock, self.at = 0, np.zeros(cluster.workers)
         self._one_each = np.ones(cluster.workers, dtype=np.int64)
         self._pending: list[PendingExchange] = []  # in the order in which they began
         self._free = 0.0  # when the last exchange was over
-        self._buckets = _Buckets(cluster, work)
         self.projection = Projection()
 
     def run_until(self, clock: int, schedule: Schedule | None = None) -> float:
@@ -89,7 +91,8 @@ class TimeSimulation:
         self.schedule = schedule or self.schedule
         while self.clock < clock:
             if self.schedule.warms_up(self.clock):
-                self._ddp_step()
+                end = min(clock, self.schedule.warmup)
+                self._ddp_step(int(min(self.work.accumulate, end - self.clock)))
                 continue
             self._advance(min(clock, self.schedule.next_due(self.clock)))
             for due in self.schedule.due(self.clock):
@@ -102,10 +105,12 @@ class TimeSimulation:
         gradients = self._counts.gradients(self.schedule, self.clock, clock)
         took = self._compute.seconds(gradients)
         took += self.cluster.mix * (clock - self.clock - gradients)
-        self._note("gradient", self.at, self.at + took)
-        self.at += took
+        inside = self._inside * gradients
+        self._note("gradient", self.at, self.at + took + inside)
+        self.at += took + inside
         self.clock = clock
         self.projection.compute_s += float(took.mean())
+        self.projection.exchange_s += float(inside.mean())
         self.projection.gradient_steps += float(gradients.mean())
 
     def _do(self, due: Due) -> None:
@@ -120,7 +125,9 @@ class TimeSimulation:
         round = self.schedule.round_of(self.clock - 1)
         start = end = max(float(self.at.max()), self._free)
         for message in self._payload.messages(fragment, round):
-            end += self._network.seconds(message)
+            end += self.cluster.sync_s(message)
+            if message.coded:
+                end += self.work.coding * self._payload.fragments[fragment]
             self._count_bytes(message.bytes, gathered=message.gathered)
         self._free = end
         return PendingExchange(start, end)
@@ -139,20 +146,25 @@ class TimeSimulation:
 
     # -- DDP -------------------------------------------------------------------------------------
 
-    def _ddp_step(self) -> None:
-        took = self._compute.seconds(self._one_each)
+    @cached_property
+    def _buckets(self) -> "Buckets":
+        return Buckets(self.cluster.network_of_ranks, self.work, self.cluster.overlap)
+
+    def _ddp_step(self, many: int) -> None:
+        """A step of DDP with `many` gradients of each worker, of which the last hides exchanges."""
+        took = self._compute.seconds(many * self._one_each)
         mean, slowest = float(took.mean()), float(took.max())
-        exposed = self._buckets.exposed(slowest)
+        exposed = self._buckets.exposed(slowest / many)
         computed, begun = self.at + took, self.at + slowest
         self._note("gradient", self.at, computed)
         self._note("wait", computed, begun)
         self._note("sync", begun, begun + exposed)
         self.at = begun + exposed
-        self.clock += 1
+        self.clock += many
         self.projection.compute_s += mean
         self.projection.wait_s += slowest - mean
         self.projection.exchange_s += exposed
-        self.projection.gradient_steps += 1
+        self.projection.gradient_steps += many
         self._count_bytes(self.work.gradient_size, gathered=False)
         self._record()
 
@@ -176,7 +188,7 @@ class TimeSimulation:
                 self.projection.spans.append(span)
 
 
-class _Buckets:
+class Buckets:
     """The seconds of DDP's all-reduces after the end of the backward pass.
 
     A step of c seconds computes its gradients at a constant rate during its last `overlap` share. A
@@ -184,15 +196,15 @@ class _Buckets:
     So the last bucket has been sent at max_i(ready_i + seconds of the buckets from i on).
     """
 
-    def __init__(self, cluster: "Cluster", work: Work):
+    def __init__(self, network: Network, work: Work, overlap: float):
         sizes = np.array(work.buckets(), dtype=float)
-        costs = np.array([cluster.network.all_reduce(size) for size in sizes])
+        costs = np.array([network.all_reduce(size) for size in sizes])
         ready = np.cumsum(sizes) / sizes.sum()
-        self._before_end = cluster.overlap * (1 - ready)  # in units of a step's time
+        self._before_end = overlap * (1 - ready)  # in units of a step's time
         self._from_here = np.cumsum(costs[::-1])[::-1]
 
     def exposed(self, seconds: float) -> float:
-        return float((self._from_here - seconds * self._before_end).max())
+        return max(0.0, float((self._from_here - seconds * self._before_end).max()))
 
 
 def _seeds(seed: int) -> "list[np.random.SeedSequence]":

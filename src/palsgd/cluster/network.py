@@ -53,6 +53,12 @@ class Network:
         worker sends every other worker its chunk, all at once, and then a ring gathers the coded
         means.
 
+        gloo takes twice as long for the first step. A chunk is sent when its receiver has requested
+        it, and a worker's requests and chunks for another worker follow each other on one
+        connection. The requests of the workers that came first are there when the last worker
+        comes, so it sends its chunks at once, and its own requests wait behind them. The others'
+        chunks for it are sent after that.
+
         The ring uses a node's outer link once. The chunks of all workers of the node share that
         link, so a node with many workers saves less time in the first step.
         """
@@ -62,8 +68,8 @@ class Network:
         rate, latency = self.weakest
         abroad = 8 * inside * size * (K - inside) / K / self.rate
         at_home = 8 * size * (inside - 1) / K / self.node_rate
-        if self.algorithm == "gloo":  # gloo's receiver requests each chunk before it is sent
-            return max(abroad, at_home) / TCP_SHARE + 2 * latency + gloo_phase(self, size)
+        if self.algorithm == "gloo":
+            return 2 * max(abroad, at_home) / TCP_SHARE + 2 * latency + gloo_phase(self, size)
         return max(abroad, at_home) + latency + (K - 1) * (8 * size / K / rate + latency)
 
     def gather(self, size: float) -> float:

@@ -24,9 +24,11 @@ class Compute:
         cv: float,
         tail: float,
         straggler: float,
+        stragglers: int,
         rng: "np.random.Generator",
     ):
-        self.workers, self.mean, self.straggler = workers, mean, straggler
+        self.workers, self.mean = workers, mean
+        self.straggler, self._stragglers = straggler, stragglers
         self._spread, self._rng, self._tail = spread, rng, tail
         self._sigma = math.sqrt(math.log1p(cv * cv))
 
@@ -34,7 +36,7 @@ class Compute:
         """The seconds of each worker for its `steps` gradient steps. A fraction of a step takes
         that fraction of a step's time."""
         total = steps * self.mean if self._spread == "constant" else self._sums(steps)
-        total[-1] *= self.straggler
+        total[-self._stragglers :] *= self.straggler
         return total
 
     def _sums(self, steps: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from palsgd import units
-from palsgd.checks import check_choice, check_int, check_mix_prob, check_number
+from palsgd.checks import below, check_choice, check_int, check_mix_prob, check_number
 from palsgd.codecs import find_codec
 from palsgd.payload import MethodSize, ModelSize, PayloadSize
 from palsgd.schedule import DRAWS, Schedule
@@ -29,8 +29,11 @@ class Work:
     fragments: int = 1
     buffers: int = 0  # numbers that are sent with the model
     carries: MethodSize = field(default_factory=MethodSize)  # what the method sends at a sync
+    coding: float = 0.0  # seconds of a worker's own coding at a sync, per element
     gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
+    sent_share: float = 1.0  # of those bytes that DDP sends; less with PowerSGD
     bucket_mb: float = 25.0  # of DDP's all-reduces; torch's bucket_cap_mb
+    accumulate: int = 1  # gradients of a worker that DDP adds up before it averages them
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
@@ -42,6 +45,10 @@ class Work:
             check_int("warmup_steps", self.warmup_steps)
         check_int("gradient_bytes", self.gradient_bytes, least=1)
         check_number("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
+        check_number("coding", self.coding, "a time of 0 s or more", low=below(0.0))
+        share, words = self.sent_share, "a share in (0, 1]"
+        check_number("sent_share", share, words, low=0.0, high=math.nextafter(1.0, 2.0))
+        check_int("accumulate", self.accumulate, least=1)
         if check_int("fragments", self.fragments, least=1) > self.sync_every:
             raise ValueError(
                 f"fragments={self.fragments} must be at most sync_every={self.sync_every}: each is "
@@ -83,7 +90,7 @@ class Work:
     @property
     def gradient_size(self) -> int:
         """Bytes of a DDP all-reduce."""
-        return self.parameters * self.gradient_bytes
+        return max(1, round(self.parameters * self.gradient_bytes * self.sent_share))
 
     @cached_property
     def schedule(self) -> Schedule:

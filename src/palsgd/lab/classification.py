@@ -12,9 +12,12 @@ from palsgd.lab.data.splits import held_out
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
 Batch = tuple[Tensor, Tensor]  # images, labels
+SAMPLE = 10_000  # training examples, at most, on which a model is evaluated beside the others
 
 
 class Classification(Workload):
+    metric = "accuracy"
+    higher_is_better = True
     labelled = True
 
     def inputs(self, images: Tensor) -> Tensor:
@@ -26,13 +29,23 @@ class Classification(Workload):
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         """One of `parts` equal parts of the validation set, in batches."""
 
+    @abstractmethod
+    def training_sample(self, part: int, parts: int) -> Iterator[Batch]:
+        """One of `parts` equal parts of a sample of the training examples, without augmentation."""
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return cross_entropy(model(self.inputs(batch[0])), batch[1])
 
     def totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor:
+        return self._totals(model, self.validation(part, parts))
+
+    def training_totals(self, model: nn.Module, *, part: int = 0, parts: int = 1) -> Tensor:
+        return self._totals(model, self.training_sample(part, parts))
+
+    def _totals(self, model: nn.Module, batches: Iterator[Batch]) -> Tensor:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         with evaluating(model):
-            for images, labels in self.validation(part, parts):
+            for images, labels in batches:
                 logits = model(self.inputs(images)).float()
                 loss = cross_entropy(logits, labels, reduction="sum")
                 right = (logits.argmax(1) == labels).sum()
@@ -70,9 +83,24 @@ class InMemory(Classification):
     def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
         return self.train_images[which]
 
+    def plain_images(self, which: slice) -> Tensor:
+        """Training images without augmentation."""
+        return self.train_images[which]
+
+    def training_sample(self, part: int, parts: int) -> Iterator[Batch]:
+        for own in sample_slices(self.examples, part, parts, size=1000):
+            yield self.plain_images(own), self.train_labels[own]
+
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.test_labels), part, parts, size=1000):
             yield self.test_images[own], self.test_labels[own]
+
+
+def sample_slices(examples: int, part: int, parts: int, size: int) -> Iterator[slice]:
+    """One of `parts` equal parts of every n-th example, in slices of at most `size`."""
+    every = -(-examples // SAMPLE)
+    for own in parts_of(-(-examples // every), part, parts, size):
+        yield slice(own.start * every, own.stop * every, every)
 
 
 def _rows(batch: Batch, which: Tensor) -> Batch:

@@ -1,6 +1,17 @@
-"""The clocks at which a run is evaluated."""
+"""When a run is evaluated, and what is found."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from palsgd.lab.settings import Settings
+from palsgd.lab.workload import Workload
 from palsgd.schedule import Schedule
+
+STATISTICS_BATCHES = 16  # of each worker, over which buffers=recompute takes its statistics
 
 
 def evaluation_is_due(schedule: Schedule, every: int, clock: int) -> bool:
@@ -9,3 +20,35 @@ def evaluation_is_due(schedule: Schedule, every: int, clock: int) -> bool:
     if not schedule.changes_model(clock):
         return False
     return clock // every > schedule.last_change(clock) // every
+
+
+def evaluated(
+    workload: Workload,
+    model: nn.Module,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    summed: Callable[[Tensor], Tensor] = lambda totals: totals,
+) -> dict[str, float]:
+    """Loss and metric of a model; its metric on training examples too, where the workload has one.
+    `summed` adds up the totals of all parts."""
+    loss, metric = workload.score(summed(workload.totals(model, part=part, parts=parts)))
+    found = {"loss": loss, "metric": metric}
+    seen = workload.training_totals(model, part=part, parts=parts)
+    if seen is not None:
+        found["train_metric"] = workload.score(summed(seen))[1]
+    return found
+
+
+def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn inside is not missing outside."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def statistics_batches(workload: Workload, settings: Settings, worker: int) -> Iterator[Any]:
+    """Batches of a worker over which the statistics of a global model are taken: always its first
+    ones, so that evaluations are comparable and a resumed run takes the same."""
+    for index in range(STATISTICS_BATCHES):
+        yield workload.batch(
+            worker=worker, workers=settings.workers, size=settings.batch_size, index=index
+        )

@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from palsgd import references
 from palsgd.checks import check_int
 from palsgd.lab.factory import learning_rate, outer_momentum
 from palsgd.lab.forecast import Forecast, forecast
@@ -55,7 +56,8 @@ def headline(ahead: Forecast) -> Text:
         phases.append(f"{_count(ahead.warmup, 'step')} of {name}DDP (each an all-reduce)")
     if ahead.rounds:
         phases.append(f"{_count(ahead.rounds, 'round')} of {_lengths(ahead)} ({_sync(settings)})")
-    what = f"{settings.method} on {settings.workload}, {_count(settings.workers, 'worker')}"
+    who, on = references.short(settings.method), references.short(settings.workload)
+    what = f"{who} on {on}, {_count(settings.workers, 'worker')}"
     text = f"{what}, {_count(ahead.steps, 'step')}: {', then '.join(phases)}"
     return Text(text, style="bold")
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from palsgd import references
 from palsgd.lab.methods import is_baseline, without_effect
 from palsgd.lab.programs import NOT_COMPUTED
 from palsgd.lab.run_folder import Run
@@ -88,7 +89,9 @@ def differing(groups: list[Group]) -> list[str]:
 
 
 def label(method: str, settings: dict[str, Any]) -> str:
-    return " ".join([method, *(f"{named(key)}={shown(settings[key])}" for key in settings)])
+    return " ".join(
+        [references.short(method), *(f"{named(key)}={shown(settings[key])}" for key in settings)]
+    )
 
 
 def named(key: str) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from palsgd.lab.data import tokens
-from palsgd.lab.data.download import place_of
+from palsgd.lab.data import sources, tokens
 from palsgd.lab.data.sharding import Shards
 from palsgd.lab.data.splits import held_out_count
 from palsgd.lab.workload import Workload, evaluating, parts_of
@@ -45,17 +44,15 @@ class Language(Workload):
 class TinyStories(Language):
     """TinyStories as a workload's data, which is encoded at first use and kept beside the text."""
 
+    source = sources.TinyStories()
     examples = 2_119_719
     context: int  # positions of the model; of a longer story the beginning is read
     held_out = 0.01  # the last stories of the training data
 
     def load(self) -> None:
-        folder = place_of(self.data, "tinystories")
+        folder = self.source.place(self.data)
         if not tokens.is_prepared(folder):
-            beside = place_of(self.data, "gpt2-tokenizer")
-            tokenizer = beside if (beside / "vocab.json").exists() else folder
-            if self.download:
-                tokens.download(folder, tokenizer, self.progress)
+            tokenizer = self.source.tokenizer(self.data)
             tokens.prepare(folder, folder, tokenizer, self.progress)
         self._train = tokens.Stories(folder, "train", self.device)
         self.examples = len(self._train)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
 from palsgd.lab.run_folder import RunFolder
@@ -28,6 +29,12 @@ from palsgd.lab.timing.measure import can_be_timed, measure
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+
+_HANDLED = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)
+]
 
 
 class StoppedError(Exception):
@@ -77,7 +84,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
         monitor_interval=0.1,
     )
     try:
-        with _environment():
+        with _environment(), interrupts.starting_children():
             elastic_launch(config, work)(jobs, device)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
@@ -107,7 +114,7 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
 def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float = math.inf) -> None:
     """Time and run the jobs in a worker process. `link` is the emulated one between the workers.
     Jobs that would take more than `within_s` in all are timed only."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
+    interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
@@ -220,6 +227,8 @@ def _environment() -> Iterator[None]:
     }
     added = {key: value for key, value in changes.items() if key not in os.environ}
     os.environ.update(added)
+    # torch's launcher leaves its own handlers behind, which raise what nobody catches later.
+    handlers = {number: signal.getsignal(number) for number in _HANDLED}
     silent = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch's launcher would log the error that is raised here again
     with warnings.catch_warnings():
@@ -228,5 +237,7 @@ def _environment() -> Iterator[None]:
             yield
         finally:
             logging.disable(silent)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             for key in added:
                 del os.environ[key]

@@ -18,7 +18,8 @@ def baseline() -> Row:
 
 def is_baseline(name: str) -> bool:
     """Is it the baseline? The name may come from a file that another version wrote."""
-    return name in registry.names() and registry.row(name).baseline
+    row = registry.known(name)
+    return row is not None and row.baseline
 
 
 def default_names() -> tuple[str, ...]:
@@ -47,12 +48,13 @@ def takes_outer(row: Row) -> bool:
 def own_settings(settings: Settings, steps: int | None = None) -> dict[str, Any]:
     """The settings of the method itself, by the names of its fields. Those that change with the
     clock do so up to `steps`, which a run that is given in epochs does not know by itself."""
-    row, found, given = registry.row(settings.method), {}, settings.as_dict()
+    row, given = registry.row(settings.method), settings.as_dict()
+    found = dict(row.values)
     for field in fields(row.method):
         name = method_setting(field.name)
         if given.get(name) is not None:
             found[field.name] = _of_clock(name, given[name], steps or settings.steps or 1)
-        elif field.default is MISSING and field.default_factory is MISSING:
+        elif field.name not in found and field.default is field.default_factory is MISSING:
             raise ValueError(f"{row.name} needs {name}; add for instance {name}=0.1")
     return found
 
@@ -70,10 +72,10 @@ def method_of(settings: Settings, steps: int | None = None) -> Method:
 
 def without_effect(name: str) -> set[str]:
     """Settings that have no effect on a method. A comparison hands all methods the same ones."""
-    if name not in registry.names():
+    row = registry.known(name)
+    if row is None:
         return set()
-    row = registry.row(name)
-    of_methods = {method_setting(own) for each in registry.rows() for own in each.settings()}
+    of_methods = {method_setting(own) for each in registry.all_rows() for own in each.settings()}
     found = of_methods - {method_setting(own) for own in row.settings()}
     if not row.mixes:
         found |= {"draws"}

@@ -5,8 +5,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from palsgd import __version__
 
 _HERE = Path(__file__).parent
 
@@ -47,3 +50,15 @@ def _name(program: str) -> str:
     """`palsgd` however it was started: as a script, or as `python -m palsgd`."""
     path = Path(program)
     return path.parent.name if path.name == "__main__.py" else path.name
+
+
+def version_line() -> str:
+    """Versions of palsgd and torch, and the commit where it is known. torch's is that of the
+    installed package, as importing torch takes a second."""
+    commit, dirty = checkout()
+    of = "" if commit is None else f" (commit {commit[:12]}{', changed' if dirty else ''})"
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "not installed"
+    return f"palsgd {__version__}{of}, torch {torch}"

@@ -62,8 +62,12 @@ class RunFolder:
     def keep_lines(self, until_step: int) -> list[Line]:
         """Drop the lines that were written after the checkpoint from which the run is resumed."""
         kept = [line for line in self.lines() if line["step"] <= until_step]
-        atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in kept))
+        self.write_lines(kept)
         return kept
+
+    def write_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """These lines in place of all that were written."""
+        atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in lines))
 
     def write_best(self, best: Mapping[str, Any]) -> None:
         """The model with the best metric so far, with that metric and its step."""

@@ -3,22 +3,39 @@ compared."""
 
 import functools
 import itertools
+import logging
+import os
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from palsgd import references
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
+from palsgd.lab.factory import build_optimizer
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
 from palsgd.lab.programs import NOT_COMPUTED, first_of_each
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
-from palsgd.lab.simulated_run import SimulatedRun, shape_of, simulate_runs
+from palsgd.lab.simulated_program import grouped, simulate_runs
+from palsgd.lab.simulated_run import SimulatedRun
+from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
-from palsgd.lab.workloads import data_settings, load
+from palsgd.lab.workloads import check as check_workload
+from palsgd.lab.workloads import data_settings, kind, load
+from palsgd.progress import file_progress
+from palsgd.transports.in_memory import SimulatedTransport
+from palsgd.transports.transport import ambient
+
+log = logging.getLogger("palsgd")
+
+OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +54,11 @@ class Options:
 
 
 def check_folder(out: Path, options: Options) -> None:
-    """Refuse a folder that is not empty, unless the options allow it."""
+    """Refuse a folder that is not empty, unless the options allow it, and one that cannot be made.
+    It is made with the first file of a run, hence not for a run that cannot begin."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if there != out and not (there.is_dir() and os.access(there, os.W_OK)):
+        raise OSError(f"{out} cannot be made: {there} is no folder to write in; use another --out")
     used = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if used and not (options.force or options.resume):
         raise ValueError(
@@ -46,10 +67,43 @@ def check_folder(out: Path, options: Options) -> None:
         )
 
 
+def check_data(runs: Mapping[str, Settings], options: Options) -> None:
+    """Raise if files are missing, before anything is started or written; or fetch them, once for
+    all workers."""
+    for workload in dict.fromkeys(settings.workload for settings in runs.values()):
+        kind(workload).require(
+            options.data, download=options.download, progress=file_progress(options.quiet)
+        )
+
+
 def check_method(settings: Settings) -> None:
-    """Raise if the method cannot work with its settings and the learning rate. It is called for all
-    runs before the first one begins."""
+    """Raise if the optimizer refuses the settings. It is called for all runs before the first one
+    begins, and builds the optimizer of a worker for a small model."""
     method_of(settings).check([settings.lr])
+    with ambient(SimulatedTransport(0, settings.workers, [])), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself warns
+        build_optimizer(settings, settings.steps or 1, nn.Linear(64, 64))
+
+
+def accepted(
+    runs: Mapping[str, Settings], *, skip: bool
+) -> tuple[dict[str, Settings], dict[str, str]]:
+    """The runs whose settings can work, and the reasons of the others. Without `skip`, and if none
+    can work, the first reason is raised."""
+    kept, refused, first = {}, {}, None
+    for name, settings in runs.items():
+        try:
+            check_workload(settings)
+            check_method(settings)
+            kept[name] = settings
+        except ValueError as error:
+            first = first or error
+            refused[name] = str(error)
+    if first is not None and not (skip and kept):
+        raise first
+    for name, reason in refused.items():
+        log.warning("palsgd: %s is skipped: %s", name, reason)
+    return kept, refused
 
 
 def check_simulated(runs: Sequence[Settings]) -> None:
@@ -65,9 +119,10 @@ def run_all(
     runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
-    records of the collection also have the `swept` fields."""
+    records of the collection also have the `swept` fields. Points of a sweep whose settings cannot
+    work are skipped; the error that names them is raised at the end."""
+    runs, refused = accepted(runs, skip=bool(swept))
     for settings in runs.values():
-        check_method(settings)
         if under_torchrun():
             check_world(settings)
     if under_torchrun() and options.simulate:
@@ -76,15 +131,12 @@ def run_all(
         check_simulated(list(runs.values()))
     check_device(options.device)
     check_folder(out, options)
-    out.mkdir(parents=True, exist_ok=True)
-    if options.force and first_rank():
-        for config in list(out.glob("*/config.yaml")):
-            RunFolder(config.parent).clear()
     origins = first_of_each(runs)  # a program is run once, whatever it is called
     waiting = {
         name: settings
         for name, settings in runs.items()
-        if not _is_done(RunFolder(out / name), name, settings, options) and origins[name] == name
+        if origins[name] == name
+        and (options.force or not _is_done(RunFolder(out / name), name, settings, options))
     }
     told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
     if told and not options.simulate:
@@ -92,11 +144,15 @@ def run_all(
             f"cluster={told[0]} is for simulated workers, real ones have a time of their own; add "
             "--simulate, or leave it out"
         )
+    check_data(waiting, options)
+    if options.force and first_rank():
+        for config in list(out.glob("*/config.yaml")):
+            RunFolder(config.parent).clear()
     if options.simulate:
-        _simulate(waiting, out, options)
+        _simulate(runs, list(waiting), out, options)
     else:
         _launch(waiting, out, options)
-    return finish(runs, out, swept) if first_rank() else {}
+    return finish(runs, out, swept, refused) if first_rank() else {}
 
 
 def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
@@ -105,6 +161,13 @@ def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options)
     if not (folder.path / "config.yaml").exists():
         return False
     before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
+    for key, digest in own_files(settings).items():
+        if before.get(key) != digest:
+            raise ValueError(
+                f"the file of {getattr(settings, key.removesuffix('_sha256'))} has changed since "
+                f"{folder.path} was run with it; restore it, use --force to start over, or another "
+                "--out"
+            )
     for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
         if wanted[in_epochs] and not wanted[name]:
             del wanted[name]
@@ -123,9 +186,14 @@ def _default(key: str) -> Any:
     return FIELDS[key].default if key in FIELDS else None
 
 
-def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -> dict[str, Any]:
-    """summary.json of every run and of the collection. The error about failed runs is raised after
-    all others are written."""
+def finish(
+    runs: Mapping[str, Settings],
+    out: Path,
+    swept: Sequence[str] = (),
+    refused: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """summary.json of every run and of the collection. The error about runs that failed, and about
+    those that were refused, is raised after all others are written."""
     for name, origin in first_of_each(runs).items():
         if name != origin:
             RunFolder(out / name).link(RunFolder(out / origin), origin, runs[name].as_dict())
@@ -135,17 +203,25 @@ def finish(runs: Mapping[str, Settings], out: Path, swept: Sequence[str] = ()) -
         if not RunFolder(out / name).finished:
             raise RuntimeError(f"{out / name} has no summary.json; go on with the run by --resume")
     found = write_collection(done, out, swept) if done else {}
-    if failed:
-        raise FailedRunsError(failed)
+    if failed or refused:
+        raise FailedRunsError(failed, refused)
     return found
 
 
 class FailedRunsError(RuntimeError):
-    """Some runs ended early by themselves; the others are done."""
+    """Some runs ended early by themselves, or were refused; the others are done."""
 
-    def __init__(self, reasons: Mapping[str, str | None]):
-        lines = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        super().__init__(f"{len(reasons)} of the runs failed ({lines})")
+    def __init__(
+        self, failed: Mapping[str, str | None], refused: Mapping[str, str | None] | None = None
+    ):
+        self.reasons = {**failed, **(refused or {})}
+        kinds = (("failed", failed), ("were refused and skipped", refused or {}))
+        super().__init__("; ".join(_counted(what, runs) for what, runs in kinds if runs))
+
+
+def _counted(what: str, reasons: Mapping[str, str | None]) -> str:
+    lines = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return f"{len(reasons)} of the runs {what} ({lines})"
 
 
 def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
@@ -169,37 +245,47 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         run_jobs(list(group), options.device)
 
 
-def _simulate(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
-    """Runs of equal shape share a program."""
+def _simulate(
+    runs: Mapping[str, Settings], waiting: Sequence[str], out: Path, options: Options
+) -> None:
+    """Runs of equal shape share a program. `runs` has the finished ones too, as others may have
+    shared a program with them."""
     device = chosen_device(options.device)
 
     @functools.cache  # runs with the same data share it
     def loaded(workload: str, **own: Any) -> Workload:
         return load(workload, data=options.data, device=device, download=options.download, **own)
 
-    shapes: dict[tuple[Any, ...], list[str]] = {}
-    for name, settings in runs.items():
-        alone = () if options.share_program else (name,)
-        shapes.setdefault(shape_of(settings) + alone, []).append(name)
-    for names in shapes.values():
+    def simulated(name: str) -> SimulatedRun:
+        run = runs[name]
+        return SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
+
+    for names, vectorize, resumed in grouped(
+        runs,
+        waiting,
+        out,
+        resume=options.resume,
+        share=options.share_program,
+        vectorize=options.vectorize,
+    ):
         simulate_runs(
-            [
-                SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
-                for name, run in ((name, runs[name]) for name in names)
-            ],
+            [simulated(name) for name in names],
             quiet=options.quiet,
-            vectorize=options.vectorize,
+            vectorize=vectorize,
+            resume=resumed,
         )
 
 
 def grid_of(settings: Settings, values: Mapping[str, list[Any]]) -> dict[str, Settings]:
     """All combinations, by the name of their run."""
-    points = {}
+    points: dict[str, Settings] = {}
     varied = [name for name, choices in values.items() if len(choices) > 1] or list(values)
     for combination in itertools.product(*values.values()):
         changes = dict(zip(values, combination, strict=True))
         name = name_of({field: changes[field] for field in varied})
-        points[name] = settings.changed(changes)
+        point = settings.changed(changes)
+        if points.setdefault(name, point) != point:
+            raise ValueError(f"two points would both be called {name!r}; rename a class")
     return points
 
 
@@ -222,7 +308,7 @@ def random_points(
 
 def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
     chosen = rng.choice(choices)
-    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen:
+    if not (isinstance(chosen, str) and ".." in chosen) or ":" in chosen or name in OWN:
         return chosen
     try:
         low, high = (float(end) for end in chosen.split("..", 1))
@@ -235,4 +321,6 @@ def _draw(name: str, choices: list[Any], rng: random.Random) -> Any:
 
 
 def name_of(changes: Mapping[str, Any]) -> str:
-    return ",".join(f"{name}={value}" for name, value in changes.items())
+    shown = {name: value if name not in OWN else references.short(value)
+             for name, value in changes.items()}  # fmt: skip
+    return ",".join(f"{name}={value}" for name, value in shown.items())

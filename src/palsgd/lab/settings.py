@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from palsgd import registry
+from palsgd import references, registry
 from palsgd.checks import below, check_choice, check_number
 from palsgd.lab import clock_values
 
@@ -71,6 +71,7 @@ class Settings:
     method_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._find_own_parts()
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name, (low, high, words) in RANGES.items():
@@ -85,6 +86,13 @@ class Settings:
             )
         self._check_batches()
         self._check_schedules()
+
+    def _find_own_parts(self) -> None:
+        """A workload or method of the user's own is named by a reference, which must mean the same
+        in every process. A method is imported here, so that its settings are known."""
+        object.__setattr__(self, "workload", references.absolute(self.workload))
+        if self.method not in registry.names():
+            object.__setattr__(self, "method", registry.row(self.method).name)
 
     def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
@@ -175,6 +183,11 @@ class Settings:
         return self._nearest_end_of_a_round(length) if self.whole_rounds else length
 
     def _epoch_steps(self, examples: int) -> int:
+        if not examples:
+            raise ValueError(
+                "the number of examples of this workload is not known, so that epochs have no "
+                "length; give --steps, or say `examples` in its class"
+            )
         steps = examples // (self.workers * self.batch_size)
         if steps == 0:
             raise ValueError(
@@ -213,7 +226,6 @@ IN_EPOCHS = (
 )
 _EITHER = (*IN_EPOCHS, ("mix_rate", "pull"))
 CHOICES = {
-    "method": registry.names(),
     "draws": ("balanced", "independent", "shared"),
     "buffers": ("average", "local", "recompute"),
     "split": ("test", "choose"),
@@ -349,7 +361,7 @@ def _method_fields() -> dict[str, Any]:
     """The fields of all methods, with their types. It is called only for names that are no field of
     Settings, as it imports torch."""
     found: dict[str, Any] = {}
-    for row in registry.rows():
+    for row in registry.all_rows():
         hints = typing.get_type_hints(row.method)
         found = {name: hints[name] for name in row.settings()} | found
     return found

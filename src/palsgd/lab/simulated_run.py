@@ -1,16 +1,16 @@
-"""Simulated runs, which write the same files as runs in real processes."""
+"""One simulated run, which writes the same files as a run in real processes."""
 
 import copy
-import math
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import palsgd
 from palsgd import registry
-from palsgd.lab.evaluation import evaluation_is_due
+from palsgd.buffers import Buffers
+from palsgd.lab.evaluation import evaluated, evaluation_is_due, statistics_batches
 from palsgd.lab.factory import (
     MeanNorm,
     agreement,
@@ -22,9 +22,9 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.trainer import WARMUP_LINES, run_config, start_line
-from palsgd.lab.worker_loop import split_batch
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
+from palsgd.simulator.result import Result
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = (
@@ -42,166 +42,228 @@ FREE = (
 )
 
 
+class WorkerBatches:
+    """The batches of one worker, by their index, so that a run goes on at any of them at once."""
+
+    def __init__(self, settings: Settings, workload: Workload, worker: int):
+        self._settings, self._workload, self._worker = settings, workload, worker
+        self._index = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        index, self._index = self._index, self._index + 1
+        return self._workload.batch(
+            worker=self._worker,
+            workers=self._settings.workers,
+            size=self._settings.batch_size,
+            index=index,
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._index = state["index"]
+
+
 class SimulatedRun:
-    """One simulated run: the arguments for simulate_many, and the writing of its files."""
+    """One simulated run: the arguments for palsgd.simulator.programs, and the writing of its files.
+
+    A run whose folder is finished writes nothing. It is trained again where others, which are not
+    finished, shared its program: their rounding depends on it.
+    """
 
     def __init__(self, settings: Settings, workload: Workload, folder: RunFolder):
         settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
         self.steps = settings.total_steps(workload.examples)
-        self.every = settings.evaluate_every or max(1, self.steps // 20)
+        self._writes = not (folder.finished or folder.failure)
+        self._every = settings.evaluate_every or max(1, self.steps // 20)
+        self._autocast = low_precision(settings, workload.device)
+        self.bar: ProgressBar | None = None
         self._mean_norm: MeanNorm | None = None
-        self._model: nn.Module | None = None  # that is shown as the global one
         self._opt: palsgd.LocalOptimizer | None = None  # worker 0's
-        self._start = (math.nan, math.nan)
+        self._lines: list[dict[str, Any]] = []  # of metrics.jsonl, written or not
+        self._written = self._seen = 0  # how many of them are written, and entries of the history
+        self._losses: list[float] = []  # of the entries since the last line
         self._best: dict[str, Any] = {}
+        self._clock = 0  # of the last exchange
 
-    def batches(self, worker: int) -> Any:
-        index = 0
-        while True:
-            yield self.workload.batch(
-                worker=worker,
-                workers=self.settings.workers,
-                size=self.settings.batch_size,
-                index=index,
-            )
-            index += 1
+    # -- what a simulation asks for ----------------------------------------------------------------
 
-    def method(self, model: nn.Module) -> palsgd.LocalOptimizer:
+    def plan(self) -> dict[str, Any]:
+        return {
+            "method": self._method,
+            "seed": self.settings.seed,
+            "data": lambda worker: WorkerBatches(self.settings, self.workload, worker),
+            "evaluate": self._evaluate,
+            "evaluate_every": self._evaluation_is_due,
+            "pause_every": self._pause_is_due,
+        }
+
+    @property
+    def _row(self) -> registry.Row:
+        return registry.row(self.settings.method)
+
+    def _method(self, model: nn.Module) -> palsgd.LocalOptimizer:
         opt = build_optimizer(self.settings, self.steps, model)
         if opt.transport.worker == 0:
-            self._mean_norm, self._model, self._opt = MeanNorm(opt), model, opt
+            self._mean_norm, self._opt = MeanNorm(opt), opt
         return opt
 
-    def evaluation_is_due(self, clock: int) -> bool:
-        assert self._opt is not None
-        return evaluation_is_due(self._opt.schedule, self.every, clock)
+    def _evaluate(self, model: nn.Module) -> dict[str, float]:
+        """The loss and the metrics of the global model, of which the best so far is kept."""
+        with self._autocast():
+            if self._recomputes:
+                self._recompute_buffers(model)
+            found = evaluated(self.workload, model)
+        sign, metric = 1 if self.workload.higher_is_better else -1, found["metric"]
+        if not self._best or sign * metric > sign * self._best["metric"]:
+            self._best = {"metric": metric, "model": copy.deepcopy(model.state_dict())}
+        return found
 
-    def begin(self, evaluate: Callable[[nn.Module], tuple[float, float]]) -> None:
-        """Evaluate the model as simulate will build it."""
+    @property
+    def _recomputes(self) -> bool:
+        """Does an evaluation take the statistics of the model again? Not before training, and not
+        in the warm-up, where all workers have the same."""
+        local = self._clock > self.settings.warmup_steps
+        return self.settings.buffers == "recompute" and local and self._row.rounds
+
+    @torch.no_grad()
+    def _recompute_buffers(self, model: nn.Module) -> None:
+        """Take a model's statistics over the batches of all workers, as their processes do
+        together."""
+        batches = (
+            batch
+            for worker in range(self.settings.workers)
+            for batch in statistics_batches(self.workload, self.settings, worker)
+        )
+        Buffers(model, "recompute").recompute(model, batches, self.workload.loss)
+
+    def _evaluation_is_due(self, clock: int) -> bool:
+        self._clock = clock
+        return self._is_due(self._every, clock)
+
+    def _pause_is_due(self, clock: int) -> bool:
+        if self.bar is not None:
+            self.bar.at(clock)
+        rounds = self.settings.checkpoint_every
+        if rounds is not None and self._is_due(rounds * int(self.settings.sync_every), clock):
+            return True
+        return self._evaluation_is_due(clock)
+
+    def _is_due(self, every: int, clock: int) -> bool:
+        assert self._opt is not None
+        return evaluation_is_due(self._opt.schedule, every, clock)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def start(self, engine: str, program: list[str]) -> None:
+        """Make the folder, and evaluate the model as the simulation builds it."""
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
-            self._model = self.workload.model().to(self.workload.device)
-        self._start, self._best = evaluate(self._model), {}
-        self.evaluated(self._model, self._start[1])
+            model = self.workload.model().to(self.workload.device)
+        first = start_line(self.settings, self.steps, self.settings.workers)
+        self._lines = [first | self._evaluate(model)]
+        if self._writes:
+            config = run_config(
+                self.settings, self.workload, self.steps, engine=engine, model=model
+            )
+            self.folder.clear()
+            self.folder.create(config | {"program": program})
+        self._write()
 
-    def evaluated(self, model: nn.Module, metric: float) -> None:
-        """If the model is this run's, it may be its best so far."""
+    def state(self) -> dict[str, Any]:
+        """What is saved of this run beside the simulation."""
+        norms = [float(norm) for norm in self._norms]
+        return {"first": self._lines[0], "norms": torch.tensor(norms, dtype=torch.float64)}
+
+    def resume(self, saved: Mapping[str, Any], history: list[dict[str, Any]]) -> None:
+        """Go on from a checkpoint. The lines that were written after it are dropped, and the best
+        model is in the folder already."""
+        self._norms[:] = saved["norms"].unbind()
+        self._lines = [saved["first"]]
+        self._take(history)
         sign = 1 if self.workload.higher_is_better else -1
-        better = not self._best or sign * metric > sign * self._best["metric"]
-        if model is self._model and better:
-            self._best = {"metric": metric, "model": copy.deepcopy(model.state_dict())}
+        metrics = [line["metric"] for line in self._lines if "metric" in line]
+        self._best = {"metric": max(metrics, key=lambda metric: sign * metric)}
+        if self._writes:
+            self.folder.write_lines(self._lines)
+        self._written = len(self._lines)
 
-    def write(self, result: Any) -> None:
-        config = run_config(
-            self.settings, self.workload, self.steps, engine=result.engine, model=result.model
-        )
-        self.folder.clear()
-        self.folder.create(config)
-        lines = [self._first(), *self._lines(result.history)]
-        self.folder.append("metrics", lines)
+    def pause(self, history: list[dict[str, Any]]) -> None:
+        """Write what is new."""
+        self._take(history)
+        self._write()
+
+    def finish(self, result: Result) -> None:
+        self.pause(result.history)
+        if not self._writes:
+            return
         if result.error is not None:
             self.folder.write_failure(result.error)
             return
-        best = self._best["metric"]
-        step = next((x["step"] for x in lines if x.get("metric") == best), 0)
-        self.folder.write_best({"step": step, **self._best})
-        self.folder.write_summary(summarize(config, lines, {}))  # last: the run is finished
+        # last, as the run is then finished
+        self.folder.write_summary(summarize(self.folder.config(), self._lines, {}))
 
-    def _first(self) -> dict[str, Any]:
-        loss, metric = self._start
-        first = start_line(self.settings, self.steps, self.settings.workers)
-        return first | {"loss": loss, "metric": metric}
+    def forget_norms(self, count: int) -> None:
+        """Keep the norms of the first `count` syncs. A state is made with steps of the outer
+        optimizer that are undone, and these are no syncs."""
+        del self._norms[count:]
 
-    def _lines(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The lines of all syncs and, for the warm-up, of the evaluated exchanges and some
-        others."""
-        found, losses = [], []
-        norms = self._mean_norm.all if self._mean_norm is not None else []
+    @property
+    def norms(self) -> int:
+        return len(self._norms)
+
+    @property
+    def _norms(self) -> list[torch.Tensor]:
+        return [] if self._mean_norm is None else self._mean_norm.all
+
+    def _write(self) -> None:
+        if not self._writes:
+            return
+        self.folder.append("metrics", self._lines[self._written :])
+        self._written = len(self._lines)
+        if "model" in self._best:
+            metric, model = self._best["metric"], self._best.pop("model")
+            step = next(line["step"] for line in self._lines if line.get("metric") == metric)
+            self.folder.write_best({"step": step, "metric": metric, "model": model})
+
+    def _take(self, history: list[dict[str, Any]]) -> None:
+        """Make lines of the new entries: of all syncs and, in the warm-up, of the evaluated
+        exchanges and some others."""
         thin = max(1, self.steps // WARMUP_LINES)
-        for entry in history:
-            losses.append(entry["loss"])
+        for entry in history[self._seen :]:
+            self._losses.append(entry["loss"])
             applied = entry["syncs"] - self.settings.warmup_steps  # outer steps so far
-            synced = bool(norms) and applied > 0
-            if not (synced or "metric" in entry or entry["clock"] % thin == 0):
-                continue
-            norm = float(norms[applied - 1]) if synced else None
-            line = {
-                "step": entry["clock"],
-                "gradient_steps": entry["gradient_steps"],
-                "time_s": entry.get("time_s", entry["seconds"]),
-                "bytes_sent": entry["bytes_sent"],
-                "syncs": entry["syncs"],
-                "train_loss": sum(losses) / len(losses),
-                "lr": self._lr(entry["clock"]),
-                "distance": entry["distance"],
-                "agreement": agreement(norm, entry["distance"]),
-            }
-            if "time_s" in entry:
-                line["simulation_s"] = entry["seconds"]
-            if "metric" in entry:
-                line |= dict(zip(("loss", "metric"), entry["metric"], strict=True))
-            found.append(line)
-            losses = []
-        return found
+            synced = bool(self._norms) and applied > 0
+            if synced or "metric" in entry or entry["clock"] % thin == 0:
+                norm = float(self._norms[applied - 1]) if synced else None
+                self._lines.append(self._line(entry, norm))
+                self._losses = []
+        self._seen = len(history)
 
-    def _lr(self, clock: int) -> float:
-        return learning_rate(self.settings, self.steps, clock)
-
-
-def simulate_runs(runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto") -> None:
-    """Runs that may share a program: they differ in nothing but what is in FREE."""
-    first = runs[0]
-    workload, settings = first.workload, first.settings
-    autocast = low_precision(settings, workload.device)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        parts = split_batch(batch, settings.micro_batches)
-        with autocast():
-            losses = [workload.loss(model, part) for part in parts]
-        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-
-    def score(model: nn.Module) -> tuple[float, float]:
-        with autocast():
-            return workload.score(workload.totals(model))
-
-    def evaluate(model: nn.Module) -> tuple[float, float]:
-        found = score(model)
-        for run in runs:
-            run.evaluated(model, found[1])
-        return found
-
-    for run in runs:
-        run.begin(score)
-    with ProgressBar(_title(runs), first.steps, quiet=quiet) as bar:
-
-        def is_due(clock: int) -> bool:
-            bar.at(clock)
-            return first.evaluation_is_due(clock)
-
-        results = palsgd.simulate_many(
-            [{"method": run.method, "seed": run.settings.seed, "data": run.batches}
-             for run in runs],
-            workers=settings.workers,
-            steps=first.steps,
-            model=workload.model,
-            loss=loss,
-            device=workload.device,
-            evaluate=evaluate,
-            evaluate_every=is_due,
-            vectorize=vectorize,
-            progress=False,
-            cluster=None
-            if settings.cluster is None
-            else palsgd.Cluster.parse(settings.cluster, workers=settings.workers),
-        )  # fmt: skip
-    for run, result in zip(runs, results, strict=True):
-        run.write(result)
-
-
-def _title(runs: list[SimulatedRun]) -> str:
-    settings, count = runs[0].settings, len(runs)
-    return f"{settings.workload} {settings.method if count == 1 else f'{count} runs'}"
+    def _line(self, entry: dict[str, Any], norm: float | None) -> dict[str, Any]:
+        """A line of metrics.jsonl. `norm` is that of the mean displacement at the sync, if it was
+        one."""
+        clock = entry["clock"]
+        line = {
+            "step": clock,
+            "gradient_steps": entry["gradient_steps"],
+            "time_s": entry.get("time_s", entry["seconds"]),
+            "simulation_s": entry["seconds"],
+            "bytes_sent": entry["bytes_sent"],
+            "syncs": entry["syncs"],
+            "train_loss": sum(self._losses) / len(self._losses),
+            "lr": learning_rate(self.settings, self.steps, clock),
+            "distance": entry["distance"],
+            "agreement": agreement(norm, entry["distance"]),
+        }
+        if "metric" in entry:
+            line |= entry["metric"]
+        return line
 
 
 def shape_of(settings: Settings) -> tuple[Any, ...]:

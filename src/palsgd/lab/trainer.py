@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 import palsgd
+from palsgd import references, registry
 from palsgd.events import Averaged, Event, Synced
+from palsgd.lab import workloads
 from palsgd.lab.device import device_words, wait_for
-from palsgd.lab.evaluation import evaluation_is_due
+from palsgd.lab.evaluation import (
+    evaluated,
+    evaluation_is_due,
+    random_numbers_kept,
+    statistics_batches,
+)
 from palsgd.lab.factory import MeanNorm, agreement, learning_rate
 from palsgd.lab.provenance import provenance
 from palsgd.lab.run_folder import RunFolder, plain, write_json
@@ -72,7 +79,8 @@ class Trainer:
     # -- the loop --------------------------------------------------------------------------------
 
     def train(self) -> None:
-        title = f"{self.settings.workload} {self.settings.method}"
+        settings = self.settings
+        title = f"{references.short(settings.workload)} {references.short(settings.method)}"
         if self.opt.clock == 0:
             self._evaluate()
         with ProgressBar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
@@ -159,24 +167,36 @@ class Trainer:
         if self._warming_up():  # as DDP itself does before its next forward pass
             for buffer in self.net.buffers():
                 dist.broadcast(buffer, src=0)
+        elif self.settings.buffers == "recompute":
+            self._recompute_buffers()
         with self.opt.anchor_weights(), self._loop.autocast():
-            totals = self.workload.totals(self.net, part=self.rank, parts=self.world)
-        dist.all_reduce(totals)
-        loss, metric = self.workload.score(totals)
+            found = evaluated(
+                self.workload, self.net, part=self.rank, parts=self.world, summed=_summed
+            )
         lines = self._joined_records()
         if self.opt.clock == 0:
             lines = [start_line(self.settings, self.steps, self.settings.workers)]
         self._evaluated_at = self.opt.clock
-        lines[-1] |= {"loss": loss, "metric": metric}
+        lines[-1] |= found
         if self.rank == 0:
             self.folder.append("metrics", lines)
-            self._keep_if_best(metric)
-        if not math.isfinite(loss):
+            self._keep_if_best(found["metric"])
+        if not math.isfinite(found["loss"]):
             raise palsgd.NonFiniteError(
-                f"the validation loss is {loss} at step {self.opt.clock}; lower the learning rate "
-                "or clip gradients"
+                f"the validation loss is {found['loss']} at step {self.opt.clock}; lower the "
+                "learning rate or clip gradients"
             )
         self._go_on()
+
+    def _recompute_buffers(self) -> None:
+        """Take the statistics of the global model anew. Dropout inside draws no random numbers of
+        the training."""
+        worker = self.rank // self.settings.ranks_per_worker
+        batches = statistics_batches(self.workload, self.settings, worker)
+        with random_numbers_kept(self.workload.device), self._loop.autocast():
+            self.opt.recompute_buffers(
+                batches, lambda _, batch: self.workload.loss(self.net, batch)
+            )
 
     def _joined_records(self) -> list[dict[str, Any]]:
         """The lines from the records of all ranks since the last call."""
@@ -290,19 +310,37 @@ def run_config(
     command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The contents of config.yaml: the resolved settings, the program and the machine."""
-    return settings.as_dict() | {
-        "steps": steps,
-        "palsgd": palsgd.__version__,
-        **provenance(command),
-        "torch": str(torch.__version__),
-        "device": device_words(workload.device),
-        "simulated": engine != "processes",
-        "engine": engine,
-        "metric": workload.metric,
-        "higher_is_better": workload.higher_is_better,
-        "floor": None if workload.floor is None else float(workload.floor),
-        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    return (
+        settings.as_dict()
+        | own_files(settings)
+        | {
+            "steps": steps,
+            "palsgd": palsgd.__version__,
+            **provenance(command),
+            "torch": str(torch.__version__),
+            "device": device_words(workload.device),
+            "simulated": engine != "processes",
+            "engine": engine,
+            "metric": workload.metric,
+            "higher_is_better": workload.higher_is_better,
+            "floor": None if workload.floor is None else float(workload.floor),
+            "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        }
+    )
+
+
+def own_files(settings: Settings) -> dict[str, str | None]:
+    """Hashes of the files of the user's own workload and method, where the run has such."""
+    found = {
+        "workload_sha256": workloads.sha256(settings.workload),
+        "method_sha256": registry.sha256(settings.method),
     }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _summed(totals: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(totals)
+    return totals
 
 
 def _joined(parts: tuple[dict[str, Any], ...], ranks: int = 1) -> dict[str, Any]:

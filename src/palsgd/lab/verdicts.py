@@ -172,7 +172,7 @@ def _costs(row: "ToTarget") -> str:
 
 def _ratios(row: "ToTarget", base: Group) -> str:
     """Own cost over the baseline's: below 1 it is ahead."""
-    parts = []
+    parts: list[str] = []
     for axis, speed_up in row.speed_ups.items():
         if axis in _AXES:
             whose = "its" if parts else f"{base.label}'s"

@@ -1,10 +1,11 @@
 """The exact engine: it runs the optimizers' own code, one worker after another."""
 
+import copy
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +15,17 @@ from palsgd.errors import NonFiniteError, SyncError
 from palsgd.events import Averaged, Synced
 from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
-from palsgd.simulator.batches import Batches, check_loss, moved
+from palsgd.simulator.batches import Batches, DryError, check_loss, moved
 from palsgd.simulator.global_model import GlobalModel, global_part
 from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
+from palsgd.simulator.saved import (
+    cloned,
+    copy_tensors,
+    load_optimizer,
+    optimizer_state,
+    tensors_of,
+)
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message, ambient
@@ -64,6 +72,13 @@ def check_own_step(opt: LocalOptimizer) -> None:
             )
 
 
+class Pause:
+    """A worker yields it between two steps, where its state can be saved."""
+
+
+PAUSE = Pause()
+
+
 class Note(NamedTuple):
     """One worker's record of an exchange. The ledger is a copy, as the first worker takes further
     steps before the last worker completes the exchange."""
@@ -91,11 +106,12 @@ class SimulatedWorker:
         self.metrics: list[Any] = []
         self.part: list[Tensor] | None = None  # its part of the global model, at the last exchange
         self.notes: list[Note] = []  # one per exchange
+        self.pauses = False  # after the step that it is in?
         self._worker, self._loss, self._batches = transport.worker, loss, batches
         self._rng = rng
-        self._life: Generator[Request, int, None] | None = None
+        self._life: Generator[Request | Pause, int, None] | None = None
 
-    def advance(self, steps: int, sent: int) -> Request | None:
+    def advance(self, steps: int, sent: int = 0) -> Request | Pause | None:
         """Run up to the next request and return it; None at the end of training."""
         with own_randomness(self._rng):
             if self._life is None:
@@ -106,7 +122,7 @@ class SimulatedWorker:
             except StopIteration:
                 return None
 
-    def _train(self, steps: int) -> Generator[Request, int, None]:
+    def _train(self, steps: int) -> Generator[Request | Pause, int, None]:
         opt, worker = self.opt, self.opt._worker
         worker.end_at(steps)
         yield from torch.no_grad()(worker.prepare)()
@@ -117,106 +133,182 @@ class SimulatedWorker:
             self.losses.append(loss.detach().reshape(()))
             yield from opt.simulated_step()
             opt.zero_grad()
+            if self.pauses:
+                self.pauses = False
+                yield PAUSE
+
+    def state(self) -> dict[str, Any]:
+        """Everything that training goes on from, between two steps."""
+        return {
+            "model": tensors_of(self.model),
+            "optimizer": optimizer_state(self.opt),
+            "rng": {name: self._rng[name] for name in ("cpu", "cuda")},
+            "batches": self._batches.state(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        copy_tensors(saved["model"], tensors_of(self.model))
+        load_optimizer(self.opt, saved["optimizer"])
+        self._rng.update(cloned(saved["rng"]))
+        self._batches.load(saved["batches"])
 
 
-def run_exact(
-    *,
-    models: list[nn.Module],
-    steps: int,
-    loss: Callable[[nn.Module, Any], Tensor],
-    batches: list[Batches],
-    method: Callable[[nn.Module], LocalOptimizer],
-    rngs: list[Randomness],
-    recorder: Recorder,
-) -> Result:
-    settings: list[dict[str, Any]] = []
-    workers = [
-        SimulatedWorker(
-            model,
-            method,
-            SimulatedTransport(k, len(models), settings),
-            loss,
-            batches[k],
-            rngs[k],
-        )
-        for k, model in enumerate(models)
-    ]
-    first = workers[0].opt
-    shown = GlobalModel(first) if first.method.overrides("global_model") else None
-    for worker in workers:
-        note = partial(_note, recorder, workers, worker, shown)
-        worker.opt.on(Averaged, note)
-        worker.opt.on(Synced, note)
-    recorder.begin(steps)
-    sent, requests = 0, [worker.advance(steps, 0) for worker in workers]
-    while any(request is not None for request in requests):
-        sent = exchanged(requests, workers[0].opt.clock)
-        requests = [worker.advance(steps, sent) for worker in workers]
-    recorder.end()
-    return Result(
-        model=_global_model(workers, shown),
-        engine="exact",
-        history=recorder.history,
-        ledgers=[worker.opt.ledger for worker in workers],
-        optimizers=[worker.opt for worker in workers],
-    )
+class Exact:
+    """One run, whose workers take their steps one after another."""
 
+    name = "exact"
 
-def _note(
-    recorder: Recorder,
-    workers: list[SimulatedWorker],
-    worker: SimulatedWorker,
-    shown: GlobalModel | None,
-    event: Averaged | Synced,
-) -> None:
-    """Keep the note of a worker that has completed an exchange. After the last worker, add the
-    exchange to the history."""
-    if isinstance(event, Synced) and not event.completes:
-        return
-    if shown is not None:
-        _evaluate_together(recorder, workers, worker, shown)
-    elif worker is workers[0]:
-        worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
-    loss, ledger = _mean_loss(worker), worker.opt.ledger
-    worker.notes.append(Note(loss, ledger.distance, replace(ledger, history=[])))
-    if worker is workers[-1]:
-        notes = [each.notes.pop(0) for each in workers]
-        recorder.add(
-            clock=worker.opt.clock,
-            round=worker.opt.rounds,
-            losses=[note.loss for note in notes],
-            distance=[note.distance for note in notes],
-            ledger=notes[0].ledger,
-            metric=workers[0].metrics.pop(0),
-        )
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        steps: int,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batches: list[Batches],
+        method: Callable[[nn.Module], LocalOptimizer],
+        rngs: list[Randomness],
+        recorder: Recorder,
+    ):
+        self.recorders = [recorder]
+        self.error: Exception | None = None
+        self._shown: GlobalModel | None = None
+        self._model, self._steps, self._loss, self._method = model, steps, loss, method
+        self._batches, self._rngs = batches, rngs
 
+    @cached_property
+    def workers(self) -> list[SimulatedWorker]:
+        """They are made when the run begins, as many runs may wait for each other."""
+        models = [self._model] + [copy.deepcopy(self._model) for _ in self._batches[1:]]
+        settings: list[dict[str, Any]] = []
+        found = []
+        for k, (model, batches, rng) in enumerate(
+            zip(models, self._batches, self._rngs, strict=True)
+        ):
+            transport = SimulatedTransport(k, len(models), settings)
+            worker = SimulatedWorker(model, self._method, transport, self._loss, batches, rng)
+            found.append(worker)
+            note = partial(self._note, worker)
+            worker.opt.on(Averaged, note)
+            worker.opt.on(Synced, note)
+        first = found[0].opt
+        self._shown = GlobalModel(first) if first.method.overrides("global_model") else None
+        return found
 
-def _evaluate_together(
-    recorder: Recorder, workers: list[SimulatedWorker], worker: SimulatedWorker, shown: GlobalModel
-) -> None:
-    """Evaluate a global model that is a mean over the workers. Each worker keeps its present part
-    of that mean, as the first worker takes further steps before the last one completes the
-    exchange."""
-    clock = worker.opt.clock
-    if recorder.wants_metric(clock):
-        worker.part = global_part(worker.opt)
-        if worker is workers[0]:
-            shown.set_buffers(worker.opt)
-    if worker is workers[-1]:
+    @property
+    def clock(self) -> int:
+        return self.workers[0].opt.clock
+
+    def advance(self) -> bool:
+        """Train up to the next pause. Returns whether there was one; False: the run has ended."""
+        try:
+            with self.recorders[0].watch.running():
+                return self.error is None and self._to_pause()
+        except (NonFiniteError, DryError) as error:
+            self.error = error
+            return False
+
+    def _to_pause(self) -> bool:
+        """All workers pause after the step with the same exchange. If the step of one of them goes
+        on to another exchange, then the others follow it there, and none pauses."""
+        workers, steps = self.workers, self._steps
+        requests = [worker.advance(steps) for worker in workers]
+        while any(request is not None for request in requests):
+            paused = [request is PAUSE for request in requests]
+            if all(paused):
+                return True
+            if any(paused):
+                requests = [
+                    worker.advance(steps) if request is PAUSE else request
+                    for worker, request in zip(workers, requests, strict=True)
+                ]
+                continue
+            sent = exchanged(requests, workers[0].opt.clock)  # type: ignore[arg-type]
+            requests = [worker.advance(steps, sent) for worker in workers]
+        return False
+
+    def results(self) -> list[Result]:
+        recorder, workers = self.recorders[0], self.workers
+        recorder.end()
+        if self.error is not None:
+            return [
+                Result(
+                    model=self._model, engine=self.name, history=recorder.history, error=self.error
+                )
+            ]
+        return [
+            Result(
+                model=self._global_model(),
+                engine=self.name,
+                history=recorder.history,
+                ledgers=[worker.opt.ledger for worker in workers],
+                optimizers=[worker.opt for worker in workers],
+            )
+        ]
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def state(self) -> Iterator[tuple[str, Any]]:
+        recorder = self.recorders[0]
+        yield "run-0", {"history": recorder.state(), "seconds": recorder.watch.seconds()}
+        for k, worker in enumerate(self.workers):
+            yield f"worker-{k}", worker.state()
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        recorder, kept = self.recorders[0], saved["run-0"]
+        recorder.load(kept["history"])
+        recorder.watch.set(kept["seconds"])
+        for k, worker in enumerate(self.workers):
+            worker.load(saved[f"worker-{k}"])
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _note(self, worker: SimulatedWorker, event: Averaged | Synced) -> None:
+        """Keep the note of a worker that has completed an exchange. After the last worker, add the
+        exchange to the history."""
+        if isinstance(event, Synced) and not event.completes:
+            return
+        recorder, workers = self.recorders[0], self.workers
+        worker.pauses = recorder.wants_pause(worker.opt.clock)
+        if self._shown is not None:
+            self._evaluate_together(worker, self._shown)
+        elif worker is workers[0]:
+            worker.metrics.append(recorder.metric(worker.opt.clock, worker.opt.anchor_weights))
+        loss, ledger = _mean_loss(worker), worker.opt.ledger
+        worker.notes.append(Note(loss, ledger.distance, replace(ledger, history=[])))
+        if worker is workers[-1]:
+            notes = [each.notes.pop(0) for each in workers]
+            recorder.add(
+                clock=worker.opt.clock,
+                round=worker.opt.rounds,
+                losses=[note.loss for note in notes],
+                distance=[note.distance for note in notes],
+                ledger=notes[0].ledger,
+                metric=workers[0].metrics.pop(0),
+            )
+
+    def _evaluate_together(self, worker: SimulatedWorker, shown: GlobalModel) -> None:
+        """Evaluate a global model that is a mean over the workers. Each worker keeps its present
+        part of that mean, as the first worker takes further steps before the last one completes
+        the exchange."""
+        clock, recorder, workers = worker.opt.clock, self.recorders[0], self.workers
         if recorder.wants_metric(clock):
-            shown.set_weights(workers[0].opt, [each.part for each in workers])
-        workers[0].metrics.append(recorder.metric(clock, lambda: nullcontext(shown.model)))
+            worker.part = global_part(worker.opt)
+            if worker is workers[0]:
+                shown.set_buffers(worker.opt)
+        if worker is workers[-1]:
+            if recorder.wants_metric(clock):
+                shown.set_weights(workers[0].opt, [each.part for each in workers])
+            workers[0].metrics.append(recorder.metric(clock, lambda: nullcontext(shown.model)))
 
-
-def _global_model(workers: list[SimulatedWorker], shown: GlobalModel | None) -> nn.Module:
-    """The first worker's model, unless the method's local models differ from the global one."""
-    first = workers[0].opt
-    if shown is None and not first._worker.stays_apart:
-        return workers[0].model
-    shown = shown or GlobalModel(first)
-    shown.set_weights(first, [global_part(worker.opt) for worker in workers])
-    shown.set_buffers(first)
-    return shown.model
+    def _global_model(self) -> nn.Module:
+        """The first worker's model, unless the method's local models differ from the global one."""
+        first = self.workers[0].opt
+        if self._shown is None and not first._worker.stays_apart:
+            return self.workers[0].model
+        shown = self._shown or GlobalModel(first)
+        shown.set_weights(first, [global_part(worker.opt) for worker in self.workers])
+        shown.set_buffers(first)
+        return shown.model
 
 
 def _mean_loss(worker: SimulatedWorker) -> float:

@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from palsgd.buffers import persistent_buffers
+from palsgd.errors import NonFiniteError
 from palsgd.events import Averaged
 from palsgd.ledger import Ledger
 from palsgd.method import Method
@@ -53,6 +55,12 @@ class Rules(Protocol):
 
     def show(self) -> None:
         """Copy the global model into the run's model."""
+
+    def state(self) -> dict[str, Any]:
+        """What the rules keep beside the optimizers and the stack."""
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Set what `state` returned, where optimizers and stack are set already."""
 
 
 class Run:
@@ -234,6 +242,31 @@ class Run:
             if listeners.wanted(Averaged):
                 sent = sum(sizes)
                 listeners.tell(Averaged(worker=k, clock=clock, bytes_sent=sent, skipped=skipped))
+
+    # -- states --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What this run has beside its optimizers and the stack."""
+        return {
+            "history": self.recorder.state(),
+            "error": None if self.error is None else [type(self.error).__name__, str(self.error)],
+            "ledgers": [asdict(ledger) for ledger in self.ledgers],
+            "batches": [source.state() for source in self.batches],
+            "rules": None if self.rules is None else self.rules.state(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.recorder.load(saved["history"])
+        for ledger, kept in zip(self.ledgers, saved["ledgers"], strict=True):
+            ledger.load(kept)
+        if saved["error"] is None:
+            for source, place in zip(self.batches, saved["batches"], strict=True):
+                source.load(place)
+            return
+        kind, reason = saved["error"]
+        self.error = DryError(reason) if kind == DryError.__name__ else NonFiniteError(reason)
+        # Its workers stay in the stack, and any batch of the right shape will do for them.
+        self._last = [source.peek() for source in self.batches]
 
     # -- the global model ----------------------------------------------------------------------
 

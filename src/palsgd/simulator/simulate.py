@@ -1,10 +1,6 @@
 """Simulates K workers on one device by the rules of K real workers, and many such runs at once."""
 
-import copy
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.checks import check_choice, check_int
-from palsgd.cluster import Cluster, WallClock
-from palsgd.errors import NonFiniteError
-from palsgd.optimizer import LocalOptimizer
-from palsgd.simulator.batches import Batches, DryError
-from palsgd.simulator.exact import Randomness, own_randomness, run_exact, seeded
-from palsgd.simulator.history import Evaluate, Every, Recorder
+from palsgd.cluster import Cluster
+from palsgd.simulator.checkpoints import Checkpoints, ProgramList
+from palsgd.simulator.history import Evaluate, Every
+from palsgd.simulator.program import OptimizerOf, Program, Simulation
 from palsgd.simulator.result import Result
-from palsgd.simulator.run import Run
-from palsgd.simulator.stacking_checks import CannotVectorizeError, has_hooks
-from palsgd.simulator.vectorized import Vectorized, alike, run_vectorized
-
-log = logging.getLogger("palsgd")
 
 Data = Callable[[int], Iterable[Any]]
-OptimizerOf = Callable[[nn.Module], LocalOptimizer]
 
 
 def simulate(
@@ -45,6 +33,7 @@ def simulate(
     progress: bool | None = None,
     compile: bool | str | None = None,
     cluster: Cluster | None = None,
+    checkpoint: str | Path | None = None,
 ) -> Result:
     """Train with `workers` simulated workers until the clock shows `steps`.
 
@@ -72,6 +61,12 @@ def simulate(
             string is torch.compile's mode ("reduce-overhead" for CUDA graphs).
         cluster: a `palsgd.Cluster`; `time_s` in the history is then the wall-clock time at which
             each exchange would end on that cluster.
+        checkpoint: a folder into which the state is written after every evaluation (without
+            `evaluate`: where it would be). The same call goes on from there, bit for bit, after its
+            process has ended in any way; when training has ended, it returns the result at once.
+            The state is in files of tensors and plain numbers. It has everything but what the
+            functions given here keep to themselves: iterators whose order depends on random numbers
+            drawn along the way need `state_dict` and `load_state_dict`.
 
     Returns:
         A result with `model` (the global one), `history` (an entry per exchange), `ledger`.
@@ -93,6 +88,31 @@ def simulate(
         ... )
         >>> [entry["clock"] for entry in result.history]
         [5, 10, 15, 20]
+
+        A simulation that ends halfway, here by an error, goes on where it was:
+
+        >>> import tempfile
+        >>> folder, seen = tempfile.mkdtemp(), []
+        >>> def evaluate(model):
+        ...     seen.append(float(model.weight))
+        ...     if len(seen) == 3:
+        ...         raise KeyboardInterrupt
+        >>> def again():
+        ...     return palsgd.simulate(
+        ...         workers=2, steps=20, model=lambda: torch.nn.Linear(1, 1),
+        ...         loss=lambda model, batch: (model(batch) - 3).square().mean(),
+        ...         data=lambda worker: [torch.full((1, 1), 1.0 + worker)],
+        ...         method=lambda model: palsgd.LocalSGD(
+        ...             model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=5
+        ...         ),
+        ...         evaluate=evaluate, checkpoint=folder,
+        ...     )
+        >>> try:
+        ...     again()
+        ... except KeyboardInterrupt:
+        ...     resumed = again()
+        >>> len(seen), torch.equal(resumed.model.weight, result.model.weight)
+        (5, True)
     """
     (result,) = simulate_many(
         [{}],
@@ -110,6 +130,7 @@ def simulate(
         progress=progress,
         compile=compile,
         cluster=cluster,
+        checkpoint=checkpoint,
     )
     if result.error is not None:
         raise result.error
@@ -134,6 +155,7 @@ def simulate_many(
     compile: bool | str | None = None,
     cluster: Cluster | None = None,
     at_once: int | None = None,
+    checkpoint: str | Path | None = None,
 ) -> list[Result]:
     """Simulate several runs that differ in `method`, `seed` or `data`; one result for each.
 
@@ -143,11 +165,13 @@ def simulate_many(
     reason as `error` in its result; the others go on.
 
     Args:
-        runs: for each run a mapping with `method`, `seed` or `data`; what it does not say is taken
-            from the arguments of that name.
+        runs: for each run a mapping with `method`, `seed`, `data`, `evaluate` or
+            `evaluate_every`; what it does not say is taken from the arguments of that name.
         at_once: runs that share a program at a time; None: as many as fit into memory.
         workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
-            evaluate_every, progress, compile, cluster: as for `simulate`.
+            evaluate_every, progress, compile, cluster, checkpoint: as for `simulate`. The folder
+            also says which runs share a program, as rounding depends on it; they share it again
+            when the simulation goes on.
 
     Raises:
         ValueError: an argument is out of its range, or a run has an unknown key or lacks one.
@@ -166,40 +190,137 @@ def simulate_many(
         >>> [result.history[-1]["clock"] for result in results]
         [10, 10]
     """
+    simulation = _simulation(
+        workers=workers,
+        steps=steps,
+        model=model,
+        loss=loss,
+        vectorize=vectorize,
+        device=device,
+        progress=progress,
+        compile=compile,
+        cluster=cluster,
+    )
+    common = {"method": method, "seed": seed, "data": data, "evaluate": evaluate}
+    plans = _plans(runs, common | {"evaluate_every": evaluate_every})
+    if checkpoint is not None:
+        plans = {n: plan | {"pause_every": plan["evaluate_every"]} for n, plan in plans.items()}
+    known = None if checkpoint is None else ProgramList(checkpoint)
+    found: dict[int, Result] = {}
+    for together in simulation.programs(plans, at_once, [] if known is None else known.read()):
+        if known is not None:
+            known.add((program.runs, program.engine) for program in together)
+        for program in together:
+            store = None if known is None else known.checkpoints(program.runs[0])
+            found |= zip(program.runs, _trained(program, store), strict=True)
+    return [found[number] for number in plans]
+
+
+def programs(
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    workers: int,
+    steps: int,
+    model: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Data | None = None,
+    method: OptimizerOf | None = None,
+    vectorize: bool | str = "auto",
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    evaluate: Evaluate | None = None,
+    evaluate_every: Every = 1,
+    pause_every: Every | None = None,
+    progress: bool | None = None,
+    compile: bool | str | None = None,
+    cluster: Cluster | None = None,
+    at_once: int | None = None,
+) -> Iterator[list[Program]]:
+    """The programs that `simulate_many` would train, for callers that train them piece by piece: to
+    show what there is so far, to keep states in a way of their own, to stop and to go on.
+
+    Programs come in lists of those that are in memory together, and none has begun. A program says
+    which runs it has and which engine. `advance()` trains it up to a pause, at which `histories`
+    has the entries so far and `state()` gives everything that another process needs to go on.
+
+    Args:
+        pause_every: pause after every `pause_every`-th exchange, or at the clocks for which this
+            function returns True; None: as `evaluate_every`. There is always a pause at the end. A
+            run may have its own; a program pauses where one of its runs does.
+        runs, workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
+            evaluate_every, progress, compile, cluster, at_once: as for `simulate_many`.
+
+    Example:
+        >>> import torch, palsgd
+        >>> from palsgd.simulator import programs
+        >>> def begun():
+        ...     ((program,),) = programs(
+        ...         [{}], workers=2, steps=20, model=lambda: torch.nn.Linear(1, 1),
+        ...         loss=lambda model, batch: (model(batch) - 3).square().mean(),
+        ...         data=lambda worker: [torch.full((1, 1), 1.0 + worker)],
+        ...         method=lambda model: palsgd.LocalSGD(
+        ...             model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=5
+        ...         ),
+        ...     )
+        ...     return program
+        >>> first = begun()
+        >>> first.advance(), first.clock
+        (True, 5)
+        >>> second = begun()
+        >>> second.load(dict(first.state()))
+        >>> while second.advance():
+        ...     pass
+        >>> [entry["clock"] for entry in second.results()[0].history]
+        [5, 10, 15, 20]
+    """
+    simulation = _simulation(
+        workers=workers,
+        steps=steps,
+        model=model,
+        loss=loss,
+        vectorize=vectorize,
+        device=device,
+        progress=progress,
+        compile=compile,
+        cluster=cluster,
+    )
+    common = {"method": method, "seed": seed, "data": data, "evaluate": evaluate}
+    pause = evaluate_every if pause_every is None else pause_every
+    plans = _plans(runs, common | {"evaluate_every": evaluate_every, "pause_every": pause})
+    return simulation.programs(plans, at_once)
+
+
+def _trained(program: Program, store: Checkpoints | None) -> list[Result]:
+    """The results of a program that goes on from its newest checkpoint, if there is one."""
+    state = None if store is None else store.newest()
+    if state is not None:
+        program.load(state)
+    while program.advance():
+        if store is not None:
+            store.save(program.clock, program.state())
+    return program.results()
+
+
+def _simulation(
+    *, workers: int, steps: int, vectorize: bool | str, cluster: Cluster | None, **others: Any
+) -> Simulation:
     if vectorize not in (True, False, "auto"):
         raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
     if cluster is not None and cluster.workers != workers:
         raise ValueError(
             f"workers={workers}, but the cluster has workers={cluster.workers}; give both the same"
         )
-    simulation = Simulation(
+    return Simulation(
         workers=check_int("workers", workers, least=1),
         steps=check_int("steps", steps, least=1),
-        model=model,
-        loss=loss,
         vectorize=vectorize,
-        device=device,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every
-        if callable(evaluate_every)
-        else check_int("evaluate_every", evaluate_every, least=1),
-        progress=progress,
-        compile=compile,
         cluster=cluster,
+        **others,
     )
-    common = {"method": method, "seed": seed, "data": data}
-    waiting = [_complete(run, number, common) for number, run in enumerate(runs)]
-    if at_once is not None:
-        at_once = check_int("at_once", at_once, least=1)
-    results: list[Result] = []
-    with torch.random.fork_rng():
-        while waiting:
-            first = simulation.start(waiting[0])
-            size = at_once or runs_that_fit(first.model, simulation.workers)
-            starts = [first, *(simulation.start(plan) for plan in waiting[1:size])]
-            results += simulation.run(starts)
-            waiting = waiting[len(starts) :]
-    return results
+
+
+def _plans(runs: Sequence[Mapping[str, Any]], common: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {number: _complete(run, number, common) for number, run in enumerate(runs)}
 
 
 def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> dict[str, Any]:
@@ -209,172 +330,7 @@ def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> di
     for name in ("method", "data"):
         if plan[name] is None:
             raise ValueError(f"run {number} has no {name}; give it one, or pass {name}= for all")
+    for name in ("evaluate_every", "pause_every"):
+        if not callable(plan.get(name, 1)):
+            check_int(name, plan[name], least=1)
     return plan
-
-
-@dataclass
-class Start:
-    """A run that has not begun: its new model, its data and its recorder."""
-
-    model: nn.Module
-    batches: list[Batches]
-    method: OptimizerOf
-    seed: int
-    rngs: list[Randomness]  # of the workers, for the exact engine
-    recorder: Recorder
-
-    def try_batches(self) -> None:
-        """Draw the first batch of each worker with the random numbers of the exact engine."""
-        for source, rng in zip(self.batches, self.rngs, strict=True):
-            with own_randomness(rng):
-                source.peek()
-
-
-@dataclass(kw_only=True)
-class Simulation:
-    """The settings that all runs have in common."""
-
-    workers: int
-    steps: int
-    model: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, Any], Tensor]
-    vectorize: bool | str
-    device: torch.device | str | None
-    evaluate: Evaluate | None
-    evaluate_every: Every
-    progress: bool | None
-    compile: bool | str | None
-    cluster: Cluster | None
-
-    def start(self, plan: dict[str, Any]) -> Start:
-        seed = check_int("seed", plan["seed"])
-        torch.manual_seed(seed)
-        model = self.model() if self.device is None else self.model().to(self.device)
-        check_copies(model)
-        check_memory(model, self.workers)
-        method, wall_clock = plan["method"], None
-        if self.cluster is not None:
-            wall_clock = WallClock(self.cluster, steps=self.steps, seed=seed)
-            method = wall_clock.watching(method)
-        return Start(
-            model=model,
-            batches=[Batches(plan["data"], k) for k in range(self.workers)],
-            method=method,
-            seed=seed,
-            rngs=[seeded(seed + k, next(model.parameters()).device) for k in range(self.workers)],
-            recorder=Recorder(self.evaluate, self.evaluate_every, self.progress, wall_clock),
-        )
-
-    def run(self, starts: list[Start]) -> list[Result]:
-        if not self.vectorize:
-            return [self._exact(start) for start in starts]
-        try:
-            return self._vectorized(starts)
-        except CannotVectorizeError as reason:
-            if len(starts) > 1:
-                log.warning("palsgd.simulate_many: one run after another, because %s", reason)
-                return [result for start in starts for result in self.run([start])]
-            if self.vectorize is True:
-                raise ValueError(
-                    f"this simulation cannot be vectorized: {reason}; use vectorize='auto'"
-                ) from reason
-            log.warning("palsgd.simulate: workers one after another, because %s", reason)
-            return [self._exact(starts[0])]
-
-    def _vectorized(self, starts: list[Start]) -> list[Result]:
-        if self.vectorize == "auto":
-            check_worthwhile(starts[0].model)
-        runs = [  # a run has a copy of the model, as the exact engine may need the model itself
-            Run(copy.deepcopy(start.model), self.loss, start.batches, start.method, start.recorder)
-            for start in starts
-        ]
-        engines = [Vectorized(group, self._compiled(starts[0].model)) for group in alike(runs)]
-        for start in starts:
-            start.try_batches()
-        # every engine is tried before the first one trains, as training uses up data
-        for engine in engines:
-            engine.try_gradient()
-        found: dict[Run, Result] = {}
-        for engine in engines:
-            for run in engine.runs[1:]:  # the runs share a clock, so one bar is enough
-                run.recorder.bar = False
-            torch.manual_seed(starts[runs.index(engine.runs[0])].seed)
-            found |= zip(engine.runs, run_vectorized(engine, self.steps), strict=True)
-        return [found[run] for run in runs]
-
-    def _compiled(self, model: nn.Module) -> bool | str:
-        if self.compile is not None:
-            return self.compile
-        return next(model.parameters()).is_cuda and self.steps >= 2000
-
-    def _exact(self, start: Start) -> Result:
-        try:
-            return run_exact(
-                models=[start.model] + [copy.deepcopy(start.model) for _ in start.batches[1:]],
-                steps=self.steps,
-                loss=self.loss,
-                batches=start.batches,
-                method=start.method,
-                rngs=start.rngs,
-                recorder=start.recorder,
-            )
-        except (NonFiniteError, DryError) as error:
-            history = start.recorder.history
-            return Result(model=start.model, engine="exact", history=history, error=error)
-
-
-def check_copies(model: nn.Module) -> None:
-    """Refuse a model with hooks, as every worker has a copy of the model and copies have no
-    hooks."""
-    if any(has_hooks(p) for p in model.parameters()):
-        raise ValueError(
-            "model() gives parameters with hooks, which the workers' copies would lack; register "
-            "them in method(model), which is called for each worker"
-        )
-
-
-def check_worthwhile(model: nn.Module) -> None:
-    """Refuse convolutions on a CPU. Stacked convolutions are grouped convolutions, which a CPU does
-    not run faster than one after another."""
-    convolutions = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
-    if convolutions and not next(model.parameters()).is_cuda:
-        raise CannotVectorizeError("stacked convolutions are slower than a loop on a CPU")
-
-
-def check_memory(model: nn.Module, workers: int) -> None:
-    """Refuse a simulation that does not fit into memory."""
-    need, free = memory(model, workers)
-    if need > free:
-        raise ValueError(
-            f"{workers} workers need about {need / 2**30:.1f} GiB for weights, gradients and inner "
-            f"state, activations not counted, and {free / 2**30:.1f} GiB are free on "
-            f"{next(model.parameters()).device}; use at most {max(1, workers * free // need)} "
-            "workers, or a smaller model"
-        )
-
-
-def runs_that_fit(model: nn.Module, workers: int) -> int:
-    """The number of runs whose weights and state take a quarter of the memory. The rest is for
-    activations."""
-    need, free = memory(model, workers)
-    return max(1, free // max(1, 4 * need))
-
-
-def memory(model: nn.Module, workers: int) -> tuple[int, int]:
-    """The bytes that a run needs for the weights, gradients and two tensors of inner state of each
-    worker; and the bytes that are free."""
-    device = next(model.parameters()).device
-    need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    if device.type == "cuda":
-        return need, torch.cuda.mem_get_info(device)[0]
-    return need, _free_memory()
-
-
-def _free_memory() -> int:
-    """The bytes that programs can allocate. On Linux they include the file cache."""
-    info = Path("/proc/meminfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    if available:
-        return available[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from palsgd.simulator.batches import moved
+from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD, Step
 from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
@@ -81,6 +82,14 @@ class StackedWorkers:
             self.state = [
                 [s.repeat_interleave(self.workers, dim=0) for s in kept] for kept in self.state
             ]
+
+    def tensors(self) -> dict[str, Any]:
+        """Everything that differs between workers, not copied."""
+        return {"params": self.params, "state": self.state, "buffers": self.buffers}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        mine, theirs = (_named(each) for each in (self.tensors(), saved))
+        copy_tensors(theirs, mine)
 
     def compile(self, compiled: bool | str) -> None:
         """Compile the programs that always run on all workers. A program for another number of
@@ -268,6 +277,14 @@ class StackedWorkers:
         place = self._inner.place_of(name)
         assert place is not None
         return [kept[place] for kept in self.state]
+
+
+def _named(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a stack by names of their own."""
+    found = {f"parameter {i}": x for i, x in enumerate(tensors["params"])}
+    for i, kept in enumerate(tensors["state"]):
+        found |= {f"state {n} of parameter {i}": x for n, x in enumerate(kept)}
+    return found | tensors["buffers"]
 
 
 def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from palsgd.events import Mixed, Sent, Synced
 from palsgd.method import Rate, Rates
 from palsgd.payload import payload_size, wire_bytes
 from palsgd.simulator.run import Run
+from palsgd.simulator.saved import cloned
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacked_sync import StackedMoment, StackedPending, StackedSyncer
 from palsgd.simulator.stacked_view import StackedView
@@ -173,6 +174,26 @@ class StackedRules:
         syncer.anchor.copy_to_local()
         self._run.show_buffers(self._stack, self._first)
         syncer.buffers.copy_to_local()
+
+    # -- states --------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "steps": self._steps,
+            "sums": self._sums,
+            "marks": self._marks,
+            "pending": None if self._pending is None else self._pending.state(),
+            "sync": self._syncer.state(),
+            "view": self._view.state(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self._view.load(saved["view"])
+        self._syncer.load(saved["sync"])
+        self._steps, self._sums = list(saved["steps"]), cloned(saved["sums"])
+        self._marks = cloned(saved["marks"])
+        found, device = saved["pending"], self._stack.device
+        self._pending = None if found is None else StackedPending.loaded(found, device)
 
     # -- events --------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ tensor by tensor. Coded means use the exchange in memory of palsgd.transports.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from palsgd.codecs.coded_mean import Residue
 from palsgd.digest import row_digests
 from palsgd.guard import WorkerReport, check_finite, check_own_work
 from palsgd.method import Part, Payload
-from palsgd.payload import PayloadSize, payload_size
+from palsgd.payload import payload_size
+from palsgd.simulator.saved import cloned
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacked_view import (
     StackedView,
@@ -47,7 +48,8 @@ class StackedPending:
     """A fragment that all workers of a run have sent, with its reduced payload."""
 
     at: StackedMoment
-    size: PayloadSize
+    messages: list[int]  # the bytes of each
+    on_the_wire: int
     finite: list[bool]
     distance: list[float]
     models: list[int]  # digests of local models that may be equal, else 0
@@ -62,17 +64,17 @@ class StackedPending:
         return sum(self.finite)
 
     @property
-    def messages(self) -> list[int]:
-        """The bytes of each message."""
-        return self.size.sync(self.at.fragment, self.at.round)
-
-    @property
-    def on_the_wire(self) -> int:
-        return self.size.on_the_wire(self.at.fragment, self.at.round)
-
-    @property
     def where(self) -> str:
         return f"the sync of round {self.at.round} (clock {self.at.clock})"
+
+    def state(self) -> dict[str, Any]:
+        kept = {each.name: getattr(self, each.name) for each in fields(self)}
+        return kept | {"at": tuple(self.at), "gathered": sorted(self.gathered)}
+
+    @classmethod
+    def loaded(cls, saved: dict[str, Any], device: torch.device) -> "StackedPending":
+        at = StackedMoment(*cloned(saved["at"]))  # numbers of workers are on the host
+        return cls(**cloned(saved, device) | {"at": at, "gathered": set(saved["gathered"])})
 
 
 class StackedSyncer:
@@ -91,6 +93,20 @@ class StackedSyncer:
     def stack(self) -> StackedWorkers:
         return self.view.stack
 
+    def state(self) -> dict[str, Any]:
+        residues = [
+            (key, [None if r is None else (r.own, r.mean, r.fresh) for r in kept])
+            for key, kept in self._residues.items()
+        ]
+        return {"residues": residues, "gradients": self.gradients}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.gradients = list(saved["gradients"])
+        self._residues = {
+            key: [None if each is None else Residue(*each) for each in kept]
+            for key, kept in cloned(saved["residues"], self.stack.device)
+        }
+
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, at: StackedMoment, *, keeps_local: bool) -> StackedPending:
@@ -100,10 +116,11 @@ class StackedSyncer:
         payload = self._method.payload(w)
         parts = due_parts(self._method, payload, at.round, w)
         finite, distance, plain = self._look_at(w, payload, parts)
-        weight = self._per_worker(payload.weight)
+        weight, size = self._per_worker(payload.weight), payload_size(self._worker, payload)
         pending = StackedPending(
             at=at,
-            size=payload_size(self._worker, payload),
+            messages=size.sync(at.fragment, at.round),
+            on_the_wire=size.on_the_wire(at.fragment, at.round),
             finite=finite,
             distance=distance,
             models=self._models(at, w, distance, finite),

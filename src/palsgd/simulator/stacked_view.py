@@ -115,6 +115,17 @@ class StackedView:
             for i, size in enumerate(layout.sizes)
         ]
 
+    def state(self) -> dict[str, Any]:
+        """The states of the workers, not copied."""
+        return {"tensors": self.local_states, "numbers": self.local_scalars}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        for name, tensors in self.local_states.items():
+            for x, kept in zip(tensors, saved["tensors"][name], strict=True):
+                x.copy_(kept)
+        for name, numbers in self.local_scalars.items():
+            numbers.copy_(saved["numbers"][name])
+
     # -- choosing ------------------------------------------------------------------------------
 
     def select(self, workers: Sequence[int], fragment: int | None = None) -> Selection:

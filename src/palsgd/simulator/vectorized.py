@@ -7,7 +7,7 @@ stretch; otherwise the last gradients are computed for fewer workers.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,11 @@ from palsgd.errors import NonFiniteError
 from palsgd.finite import all_finite
 from palsgd.guard import nonfinite_step
 from palsgd.schedule import Schedule
-from palsgd.simulator.exact import check_losses
-from palsgd.simulator.history import Watch
+from palsgd.simulator.exact import check_losses, own_randomness, seeded
+from palsgd.simulator.history import Recorder, Watch
 from palsgd.simulator.result import Result
 from palsgd.simulator.run import Rules, Run
+from palsgd.simulator.saved import cloned, load_optimizer, optimizer_state
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacked_optimizers import stacked_optimizer
 from palsgd.simulator.stacked_rules import StackedRules
@@ -67,7 +68,12 @@ class Member(NamedTuple):
 
 
 class Vectorized:
-    def __init__(self, runs: list[Run], compiled: bool | str):
+    """Runs that share one stacked program, up to the clock `steps`. `seed` is that of the random
+    numbers that they share."""
+
+    name = "vectorized"
+
+    def __init__(self, runs: list[Run], compiled: bool | str, *, steps: int, seed: int = 0):
         first = runs[0]
         inner, reason = stacked_optimizer(first.opt.inner, first.group_of)
         if inner is None:
@@ -83,7 +89,13 @@ class Vectorized:
             group_of=first.group_of,
             compiled=compiled,
         )
-        self.clock, self._open = 0, False
+        self.clock, self.steps, self._open = 0, steps, False
+        self._rng, self._watch = seeded(seed, self.stack.device), Watch()
+        for run in runs:
+            run.recorder.watch = self._watch
+        for run in runs[1:]:  # the runs share a clock, so one bar is enough
+            run.recorder.bar = False
+        self._pauses = False  # after this exchange?
         self._max_norm = first.worker.inner.max_norm
         # the workers and their losses, since the last record
         self._losses: list[tuple[list[int], Tensor]] = []
@@ -96,21 +108,38 @@ class Vectorized:
     def try_gradient(self) -> None:
         self.stack.try_gradient([source.peek() for run in self.runs for source in run.batches])
 
-    @torch.no_grad()
-    def train(self, steps: int) -> None:
-        """Train until the clock shows `steps` or every run has ended."""
-        for run in self.runs:
-            run.end_at(steps)
-        while self._goes_on(steps):
-            if self.schedule.warms_up(self.clock):
-                self._warmup_step()
-            else:
-                self._open_local_phase()
-                self._stretch(self.schedule.next_due(self.clock))
-                self._exchange()
+    @property
+    def recorders(self) -> list[Recorder]:
+        return [run.recorder for run in self.runs]
 
-    def _goes_on(self, steps: int) -> bool:
-        return self.clock < steps and any(run.error is None for run in self.runs)
+    def advance(self) -> bool:
+        """Train up to the next pause. Returns whether there was one; False: the clock shows `steps`
+        or every run has ended."""
+        for run in self.runs:
+            run.end_at(self.steps)
+        with (
+            own_randomness(self._rng),
+            self._watch.running(),
+            fastest_convolutions(),
+            torch.no_grad(),
+        ):
+            while self._goes_on():
+                self._pauses = False
+                self._to_next_exchange()
+                if self._pauses:
+                    return True
+        return False
+
+    def _goes_on(self) -> bool:
+        return self.clock < self.steps and any(run.error is None for run in self.runs)
+
+    def _to_next_exchange(self) -> None:
+        if self.schedule.warms_up(self.clock):
+            self._warmup_step()
+        else:
+            self._open_local_phase()
+            self._stretch(self.schedule.next_due(self.clock))
+            self._exchange()
 
     def _members(self) -> Iterator[Member]:
         """The runs that have not ended."""
@@ -189,9 +218,12 @@ class Vectorized:
         self._open = True
         self.stack.split()
         for member in self._members():
-            kind = WorkerwiseRules if member.run.apart else StackedRules
-            member.run.rules = kind(member.run, self.stack, member.first)
+            self._make_rules(member)
             member.rules.open_local_phase()
+
+    def _make_rules(self, member: Member) -> None:
+        kind = WorkerwiseRules if member.run.apart else StackedRules
+        member.run.rules = kind(member.run, self.stack, member.first)
 
     def _stretch(self, end: int) -> None:
         """Take all steps up to an exchange."""
@@ -312,6 +344,7 @@ class Vectorized:
         run = member.run
         run.error = self._loss_error(member, losses)
         if run.error is None:
+            self._pauses |= run.recorder.wants_pause(self.clock)
             run.recorder.add(
                 clock=self.clock,
                 round=run.rounds,
@@ -321,10 +354,58 @@ class Vectorized:
                 metric=run.recorder.metric(self.clock, lambda: run.show(self.stack, member.first)),
             )
 
-    def show_all(self) -> None:
-        """Copy the global model of every run into the run's model."""
+    def results(self) -> list[Result]:
         for number, run in enumerate(self.runs):
+            run.recorder.end()
             run.show(self.stack, number * self.workers)
+        return [
+            Result(
+                model=run.model,
+                engine=self.name,
+                history=run.recorder.history,
+                ledgers=run.ledgers,
+                error=run.error,
+            )
+            for run in self.runs
+        ]
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def state(self) -> Iterator[tuple[str, Any]]:
+        """The state between two exchanges, in pieces. Tensors of the stack are not copied, so each
+        piece must be written before training goes on."""
+        yield (
+            "stack",
+            {
+                "clock": self.clock,
+                "open": self._open,
+                "seconds": self._watch.seconds(),
+                "rng": {name: self._rng[name] for name in ("cpu", "cuda")},
+                **self.stack.tensors(),
+            },
+        )
+        for number, run in enumerate(self.runs):
+            yield f"run-{number}", run.state()
+            for k, opt in enumerate(run.opts):
+                yield f"run-{number}-optimizer-{k}", optimizer_state(opt, inner=False)
+
+    @torch.no_grad()
+    def load(self, saved: Mapping[str, Any]) -> None:
+        stack = saved["stack"]
+        self.clock, self._open = stack["clock"], stack["open"]
+        self._watch.set(stack["seconds"])
+        self._rng.update(cloned(stack["rng"]))
+        if self._open:
+            self.stack.split()
+        self.stack.load(stack)
+        for number, run in enumerate(self.runs):
+            for k, opt in enumerate(run.opts):
+                load_optimizer(opt, saved[f"run-{number}-optimizer-{k}"])
+            kept = saved[f"run-{number}"]
+            run.load(kept)
+            if kept["rules"] is not None:
+                self._make_rules(Member(run, number))
+                Member(run, number).rules.load(kept["rules"])
 
 
 def alike(runs: list[Run]) -> list[list[Run]]:
@@ -381,24 +462,3 @@ def _constants(run: Run) -> dict[str, Tensor]:
     varied = {*run.names, *run.buffers}
     everything = [*run.module.named_parameters(), *run.module.named_buffers()]
     return {name: x for name, x in everything if name not in varied}
-
-
-def run_vectorized(engine: Vectorized, steps: int) -> list[Result]:
-    watch = Watch()
-    for run in engine.runs:
-        run.recorder.begin(steps, watch)
-    with fastest_convolutions():
-        engine.train(steps)
-    for run in engine.runs:
-        run.recorder.end()
-    engine.show_all()
-    return [
-        Result(
-            model=run.model,
-            engine="vectorized",
-            history=run.recorder.history,
-            ledgers=run.ledgers,
-            error=run.error,
-        )
-        for run in engine.runs
-    ]

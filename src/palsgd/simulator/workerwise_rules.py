@@ -5,6 +5,8 @@ Gradients and inner steps are computed for all workers at once. Everything else 
 real process.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from palsgd.optimizer import LocalOptimizer
@@ -25,9 +27,19 @@ class WorkerwiseRules:
         self._shown = run.shown
 
     def open_local_phase(self) -> None:
+        self._share_all()
+        self._drive([worker.open_local_phase() for worker in self._workers])
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the workers' optimizers and the stack have everything."""
+        return {}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self._share_all()
+
+    def _share_all(self) -> None:
         for k, opt in enumerate(self._run.opts):
             self._share_memory(opt, self._first + k)
-        self._drive([worker.open_local_phase() for worker in self._workers])
 
     def _share_memory(self, opt: LocalOptimizer, row: int) -> None:
         """Make an optimizer's tensors views of a row of the stack."""

@@ -82,15 +82,17 @@ def run(
     *,
     snapshots: Collection[int] = (),
     watch: Watch | None = None,
+    average_lr: float | None = None,
 ) -> Outcome:
-    """All runs of `source` from `start`; xhat also after each of the steps in `snapshots`."""
+    """All runs of `source` from `start`; xhat also after each of the steps in `snapshots`. The
+    weights of xhat are those of the setting's alpha, or of `average_lr`."""
     if problem.mu * setting.lr >= 1:
         raise ValueError(
             f"lr={setting.lr:g} must be below 1/mu = {1 / problem.mu:g}: "
             "the weights (1 - mu alpha)^-(t+1) would not be positive"
         )
     anchor = start.expand(source.runs, 1, problem.dim)
-    average = WeightedMean(1 - problem.mu * setting.lr)
+    average = WeightedMean(1 - problem.mu * (average_lr or setting.lr))
     outcome = Outcome(start.expand(source.runs, problem.dim))
     schedule, first = Schedule.fixed(sync_every=setting.sync_every), 0
     for end, _ in schedule.exchanges(setting.steps):

@@ -5,62 +5,21 @@ the coins, have eta b/p (x_k - x). "As defined" below runs and measures the form
 eta; "as the algorithm" the latter. The two are one for K = 1.
 """
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from statistics import NormalDist
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from palsgd.theory.algorithm import RandomSource, run
+from palsgd.theory.inequality import Check, check
 from palsgd.theory.problems import Noiseless, Problem
 from palsgd.theory.studies import StudyContext, with_
 from palsgd.theory.theorem import Setting, largest_lr
 
 ALGORITHM, DEFINED, STATED = "as the algorithm", "as defined", "as stated"
-HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
-_DOUBT = 0.01  # probability of a wrong "holds" or "fails" among all steps of a check
-_ROUNDING = 1e-9
 _ROUNDS = 8
-
-
-@dataclass(frozen=True)
-class Check:
-    claim: str
-    form: str
-    where: str
-    left: float  # at the step where it comes nearest to, or furthest beyond, the right
-    right: float
-    errors: float | None  # smallest margin in standard errors; None where nothing is random
-    verdict: str
-    why: str = ""
-
-
-def judge(claim: str, form: str, where: str, left: Tensor, right: Tensor, why: str = "") -> Check:
-    """`left <= right` in expectation at every step: tensors (steps, runs), paired by run.
-
-    It holds if at all steps the mean margin is positive beyond doubt, and fails if at some step it
-    is negative beyond doubt.
-    """
-    margin = right - left
-    mean = margin.mean(1)
-    spread = margin.std(1) / math.sqrt(margin.shape[1]) if margin.shape[1] > 1 else 0 * mean
-    slack = _ROUNDING * (left.abs() + right.abs()).mean(1)
-    reach = NormalDist().inv_cdf(1 - _DOUBT / (2 * len(mean))) * spread
-    if (mean + reach < -slack).any():
-        verdict = FAILS
-    else:
-        verdict = HOLDS if (mean - reach >= -slack).all() else UNDECIDED
-    lefts, rights = left.mean(1), right.mean(1)
-    # Steps at which both sides are 0 are left out.
-    ratio = torch.where(lefts.abs() + rights.abs() > 0, lefts / rights, -math.inf)
-    worst = int(ratio.nan_to_num(nan=-math.inf).argmax())
-    random = spread > slack
-    errors = (mean[random] / spread[random]).min().item() if random.any() else None
-    return Check(
-        claim, form, where, lefts[worst].item(), rights[worst].item(), errors, verdict, why
-    )
+_SEEDS_PER_RUN = 10  # of the counterexamples
 
 
 class Trajectory:
@@ -127,7 +86,7 @@ def lemma1(path: Trajectory, form: str, where: str, why: str = "") -> Check:
         - alpha / 2 * path["error"]
         + 2 * alpha * problem.smoothness * path["scatter"]
     )
-    return judge("Lemma 1: one step", form, where, after, right, why)
+    return check("Lemma 1: one step", form, where, after, right, why)
 
 
 def lemma2(path: Trajectory, form: str, where: str, why: str = "") -> Check:
@@ -137,7 +96,7 @@ def lemma2(path: Trajectory, form: str, where: str, why: str = "") -> Check:
         + 24 * path.problem.smoothness * path["error"]
         + 12 * path.problem.sigma**2
     ) / s.workers
-    return judge("Lemma 2: variance of g", form, where, path["variance"], right, why)
+    return check("Lemma 2: variance of g", form, where, path["variance"], right, why)
 
 
 def lemma3(path: Trajectory, form: str, where: str) -> Iterable[Check]:
@@ -154,7 +113,7 @@ def lemma3(path: Trajectory, form: str, where: str) -> Iterable[Check]:
             + constant * path["departure"][t - t % H : t].sum(0)
             for t in times
         ]
-        yield judge(
+        yield check(
             f"Lemma 3: departure, {name}", form, where, path["departure"][times],
             torch.stack(right),
         )  # fmt: skip
@@ -165,7 +124,7 @@ def lemma3_index(path: Trajectory, where: str) -> Iterable[Check]:
     H, steps = path.setting.sync_every, path.setting.steps
     for name, shift in {"(t+1) mod H = 0": 1, "t mod H = 0": 0}.items():
         left = path["departure"][[t for t in range(steps) if (t + shift) % H == 0]]
-        yield judge(
+        yield check(
             f"Lemma 3: no departure where {name}", STATED if shift else ALGORITHM, where,
             left, 0 * left, "the sync comes after step t, so x_k = x at t + 1" if shift else "",
         )  # fmt: skip
@@ -178,7 +137,7 @@ def lemma4(path: Trajectory, form: str, where: str) -> Iterable[Check]:
         errors = (weights * path[of]).sum(0, keepdim=True)
         right = noise + s.mix_prob**2 / (48 * problem.smoothness) * errors
         left = (weights * path["departure"]).sum(0, keepdim=True)
-        yield judge(f"Lemma 4: sum of departures, e_t of {name}", form, where, left, right)
+        yield check(f"Lemma 4: sum of departures, e_t of {name}", form, where, left, right)
 
 
 def proof_steps(path: Trajectory, where: str) -> Iterable[Check]:
@@ -190,8 +149,8 @@ def proof_steps(path: Trajectory, where: str) -> Iterable[Check]:
         + 9 * L * path["departure"]
         + 12 * alpha * problem.sigma**2 / s.workers
     )
-    yield judge("Proof: e_t/4 <= ... + 9 L Xi_t + ...", ALGORITHM, where, left, right)
-    yield judge(
+    yield check("Proof: e_t/4 <= ... + 9 L Xi_t + ...", ALGORITHM, where, left, right)
+    yield check(
         "Proof: sum w_t F(x_t) <= sum w_t F(xbar_t)", STATED, where,
         (weights * path["anchor_error"]).sum(0, keepdim=True),
         (weights * path["error"]).sum(0, keepdim=True),
@@ -204,7 +163,7 @@ def proof_steps(path: Trajectory, where: str) -> Iterable[Check]:
 
 def _sure(claim: str, form: str, where: str, left: float, right: float, why: str) -> Check:
     one = torch.ones(1, 1, dtype=torch.float64)
-    return judge(claim, form, where, left * one, right * one, why)
+    return check(claim, form, where, left * one, right * one, why)
 
 
 def largest_factor(problem: Problem, setting: Setting) -> Check:
@@ -260,7 +219,9 @@ def all_checks(context: StudyContext) -> list[Check]:
 
 
 def counterexamples(context: StudyContext) -> list[Check]:
-    """Within what a lemma asks for, but beyond it; without noise, so that nothing hides it."""
+    """Within what a lemma asks for, but beyond it; without noise, so that nothing hides it, with
+    many workers and so with fewer runs."""
+    runs = max(64, context.runs // _SEEDS_PER_RUN)
     problem, base = Noiseless.like(context.problem), with_(_theorems_own(context), mix_prob=0.5)
     largest = 1 / (4 * problem.smoothness)
     free = with_(base, sync_every=8, steps=16, lr=largest, mix_rate=0.5 / largest)
@@ -268,20 +229,25 @@ def counterexamples(context: StudyContext) -> list[Check]:
     some = _stated(problem, with_(base, sync_every=4, steps=4, workers=256))
 
     def path(setting: Setting, form: str = ALGORITHM) -> Trajectory:
-        return _path(context, problem, setting, form, context.distance, 64)
+        return _path(context, problem, setting, form, context.distance, runs)
 
-    return [
+    found = [
         lemma1(
-            path(free), STATED, "alpha = 1/(4L), beta = 1, no noise",
+            path(free),
+            STATED,
+            "alpha = 1/(4L), beta = 1, no noise",
             "it names no condition on eta: mixing back to an older anchor undoes progress",
         ),
         lemma2(
-            path(many, DEFINED), DEFINED, "K = 1024, H = 16, p = 1/2, no noise",
+            path(many, DEFINED),
+            DEFINED,
+            "K = 1024, H = 16, p = 1/2, no noise",
             "g-bar as written is not the mean of g as defined; the gap does not fall with K",
         ),
         *(
             lemma2(
-                path(with_(some, draws=draws)), ALGORITHM,
+                path(with_(some, draws=draws)),
+                ALGORITHM,
                 f"{draws} draws, K = 256, H = 4, p = 1/2, no noise",
                 why,
             )
@@ -291,7 +257,8 @@ def counterexamples(context: StudyContext) -> list[Check]:
                 "shared": "one coin for all: its variance does not fall with K",
             }.items()
         ),
-    ]  # fmt: skip
+    ]
+    return [replace(each, seeds=runs * _SEEDS_PER_RUN) for each in found]
 
 
 def _theorems_own(context: StudyContext) -> Setting:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 import palsgd
-from palsgd.theory import bound_terms, drift, variations
-from palsgd.theory.lemmas import Check, all_checks
-from palsgd.theory.studies import Line, Study, StudyContext
+from palsgd.theory import bound_terms, drift, eta_worth, variations
+from palsgd.theory.conclusion import conclusion
+from palsgd.theory.inequality import Check
+from palsgd.theory.lemmas import all_checks
+from palsgd.theory.studies import Exponent, Line, Study, StudyContext, Worth
+from palsgd.theory.verdicts import LEVEL, Family, Verdict
 
 STUDIES: tuple[Callable[[StudyContext], Study], ...] = (
     bound_terms.convergence,
@@ -22,7 +25,7 @@ STUDIES: tuple[Callable[[StudyContext], Study], ...] = (
     bound_terms.transient,
     variations.by_draws,
     variations.by_mix_prob,
-    variations.by_mix_rate,
+    eta_worth.by_mix_rate,
 )
 
 
@@ -30,7 +33,29 @@ STUDIES: tuple[Callable[[StudyContext], Study], ...] = (
 class Results:
     context: StudyContext
     studies: list[Study]
-    checks: list[Check]
+    lemmas: list[Check]
+
+    @property
+    def checks(self) -> list[Check]:
+        return [check for study in self.studies for check in study.checks] + self.lemmas
+
+    @property
+    def exponents(self) -> list[Exponent]:
+        return [each for study in self.studies for each in study.exponents]
+
+    @property
+    def worths(self) -> list[Worth]:
+        return [each for study in self.studies for each in study.worths]
+
+    @property
+    def family(self) -> Family:
+        """Everything that gets a word is judged together."""
+        return Family(len(self.checks) + len(self.exponents) + len(self.worths))
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        statements: list[Exponent | Check | Worth] = [*self.exponents, *self.checks, *self.worths]
+        return [each.verdict(self.family) for each in statements]
 
     @property
     def outside(self) -> list[str]:
@@ -38,9 +63,9 @@ class Results:
 
     def document(self) -> dict[str, Any]:
         """The contents of theory.json, whose fields docs/theory.md explains."""
-        context, problem = self.context, self.context.problem
+        context, problem, family = self.context, self.context.problem, self.family
         return {
-            "schema": 1,
+            "schema": 2,
             "palsgd": palsgd.__version__,
             "torch": torch.__version__,
             "device": _machine(context.device),
@@ -53,13 +78,23 @@ class Results:
             "seeds": context.runs,
             "seed": context.seed,
             "outside": self.outside,
+            "conclusion": conclusion(self),
+            "family": {"level": LEVEL, "statements": family.statements, "method": "Bonferroni"},
             "exponents": [
                 {
                     "study": study.name, "claim": each.claim, "claimed": each.claimed,
-                    "measured": each.measured.slope, "half": each.measured.half,
-                    "bound": each.bound, "verdict": each.verdict, "why": each.why,
+                    "measured": each.measured.mean, "bound": each.bound, "why": each.why,
+                    **_verdict(each.verdict(family)),
                 }
                 for study in self.studies for each in study.exponents
+            ],
+            "eta": [
+                {
+                    "regime": each.regime, "times": each.times, "alpha": each.alpha,
+                    "ratio": each.ratio.mean,
+                    **_verdict(each.verdict(family)),
+                }
+                for each in self.worths
             ],
             "studies": [
                 {
@@ -68,7 +103,14 @@ class Results:
                 }
                 for study in self.studies
             ],
-            "lemmas": [asdict(check) for check in self.checks],
+            "lemmas": [
+                {
+                    "claim": each.claim, "form": each.form, "where": each.where, "left": each.left,
+                    "right": each.right, "errors": each.errors, "why": each.why,
+                    "verdict": verdict.word, "seeds": verdict.seeds,
+                }
+                for each in self.checks for verdict in [each.verdict(family)]
+            ],
         }  # fmt: skip
 
 
@@ -81,9 +123,13 @@ def examine(
         at(done, study.__name__.replace("_", " "))
         studies.append(study(context))
     at(len(STUDIES), "lemmas")
-    checks = all_checks(context)
+    lemmas = all_checks(context)
     at(len(STUDIES) + 1, "done")
-    return Results(context, studies, checks)
+    return Results(context, studies, lemmas)
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {"verdict": verdict.word, "half": verdict.half, "seeds": verdict.seeds}
 
 
 def _line(line: Line) -> dict[str, Any]:
@@ -91,7 +137,7 @@ def _line(line: Line) -> dict[str, Any]:
         "label": line.label,
         "x": line.x,
         "mean": [each.mean for each in line.measured],
-        "half": [each.half for each in line.measured],
+        "half": [each.half() for each in line.measured],
         "bound": line.bound,
     }
 

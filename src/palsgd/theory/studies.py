@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 
 from palsgd.theory.algorithm import Outcome, RandomSource, Watch, run
-from palsgd.theory.fits import Fit, Measured, power_law
+from palsgd.theory.fits import Measured, power_law
+from palsgd.theory.inequality import Check
 from palsgd.theory.problems import Problem
 from palsgd.theory.theorem import Setting
+from palsgd.theory.verdicts import Family, Verdict, Words, judged
 
 MOST_STEPS = 2_000_000  # of one study; more would take an hour
-_RESOLVED = 0.3  # half an interval that still tells exponents apart
+_FEW = 4
+# Exponents of such laws are multiples of 1/2. What is nearer to one than this is nearer to it than
+# to any other.
+MARGIN = 0.25
+# A bound holds where the error falls faster or grows slower than it says.
+RATES = Words("better than claimed", "as claimed", "worse than claimed")
+WORTH_MARGIN = 0.05  # of the error: less than this is no reason to mix, or not to
+WORTHS = Words("gains", "makes no difference", "costs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +39,23 @@ class StudyContext:
     @property
     def few_runs(self) -> int:
         """The number of runs per setting for studies with many settings."""
-        return max(32, self.runs // 4)
+        return max(32, self.runs // _FEW)
+
+    @property
+    def few_seeds(self) -> int:
+        """The seeds that so many runs stand for."""
+        return self.few_runs * _FEW
 
     def outcome(
         self, problem: Problem, setting: Setting, *, distance: float, runs: int,
-        snapshots: Sequence[int] = (), watch: Watch | None = None,
+        snapshots: Sequence[int] = (), watch: Watch | None = None, average_lr: float | None = None,
     ) -> Outcome:  # fmt: skip
         source = RandomSource(problem, setting, runs=runs, seed=self.seed, device=self.device)
         start = problem.start(distance)
-        return run(problem, setting, start, source, snapshots=set(snapshots), watch=watch)
+        return run(
+            problem, setting, start, source, snapshots=set(snapshots), watch=watch,
+            average_lr=average_lr,
+        )  # fmt: skip
 
     def excess(self, problem: Problem, setting: Setting, *, distance: float, runs: int) -> Measured:
         """E[F(xhat)] - F*."""
@@ -53,13 +70,13 @@ class Line:
     measured: list[Measured]
     bound: list[float] | None = None
 
-    def fit(self) -> Fit:
+    def fit(self) -> Measured:
         return power_law(self.x, self.measured)
 
     def bound_slope(self) -> float:
         """The slope of the bound over the same points."""
         assert self.bound is not None
-        return power_law(self.x, [Measured(value, 0.0) for value in self.bound]).slope
+        return power_law(self.x, [Measured(value) for value in self.bound]).mean
 
 
 @dataclass
@@ -68,19 +85,27 @@ class Exponent:
 
     claim: str
     claimed: float
-    measured: Fit
+    measured: Measured
     bound: float | None  # of the explicit bound over the same points
     why: str  # where they differ, the reason; else what was held equal
+    seeds: int  # that the measurement stands for
 
-    @property
-    def verdict(self) -> str:
-        miss = self.measured.slope - self.claimed
-        if not self.measured.half <= _RESOLVED:
-            return "too wide to say"
-        if abs(miss) <= max(self.measured.half, 0.05):
-            return "as claimed"
-        # A bound holds where the error falls faster or grows slower than it says.
-        return "better than claimed" if miss < 0 else "worse than claimed"
+    def verdict(self, family: Family) -> Verdict:
+        return judged(self.measured, self.claimed, MARGIN, RATES, family, self.seeds)
+
+
+@dataclass
+class Worth:
+    """What eta > 0 is worth: its error divided by that of eta = 0, with the same coins and data."""
+
+    regime: str
+    times: float  # eta, in units of the theorem's
+    alpha: float  # of its opponent, in units of its own
+    ratio: Measured
+    seeds: int
+
+    def verdict(self, family: Family) -> Verdict:
+        return judged(self.ratio, 1.0, WORTH_MARGIN, WORTHS, family, self.seeds)
 
 
 @dataclass
@@ -90,6 +115,8 @@ class Study:
     xlabel: str
     lines: list[Line] = field(default_factory=list)
     exponents: list[Exponent] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    worths: list[Worth] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     log_x: bool = True
     show_bound: bool = True  # False if the bound is so large that the other lines could not be read
@@ -108,11 +135,14 @@ def skipped(study: Study, steps: float) -> bool:
 
 
 def say_outside(study: Study, settings: Sequence[Setting], problem: Problem) -> None:
-    """Which points of a study the theorem does not cover."""
-    x = study.lines[0].x
-    found = [f"{at:g}" for at, s in zip(x, settings, strict=True) if s.outside(problem)]
-    if found:
-        study.notes.append(f"Outside the theorem: {', '.join(found)}.")
+    """Which points of a study the theorem does not cover, and why."""
+    points: dict[str, list[str]] = {}
+    for at, setting in zip(study.lines[0].x, settings, strict=True):
+        for condition in setting.unmet(problem):
+            points.setdefault(condition, []).append(f"{at:g}")
+    if points:
+        reasons = "; ".join(f"{', '.join(x)} ({why})" for why, x in points.items())
+        study.notes.append(f"Outside the theorem are the points at {study.xlabel} = {reasons}.")
 
 
 def noiseless(study: Study, context: StudyContext) -> bool:

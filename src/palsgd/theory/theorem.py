@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from palsgd.checks import check_choice, check_int, check_mix_rate
+from palsgd.checks import check_choice, check_int, check_mix_rate, check_pull
+from palsgd.methods.palsgd import step_beta
 from palsgd.schedule import DRAWS
 from palsgd.theory.problems import Problem
 
@@ -37,34 +38,52 @@ class Setting:
         return self.lr * self.mix_rate / self.mix_prob
 
     def outside(self, problem: Problem) -> list[str]:
-        """The conditions of the theorem that this setting does not meet, in words. It can be run
-        anyway."""
-        found = []
+        """What of this setting the theorem does not cover, with values. It can be run anyway."""
+        return list(self.unmet(problem).values())
+
+    def unmet(self, problem: Problem) -> dict[str, str]:
+        """The conditions of the theorem that this setting does not meet: why not, and with which
+        values."""
+        found = {}
         if self.mix_prob > 0.5:
-            found.append(f"mix_prob={self.mix_prob:g} is above 1/2")
+            found["p is above 1/2"] = f"mix_prob={self.mix_prob:g} is above 1/2"
         most = largest_lr(problem, self.sync_every, self.mix_prob)
         if self.lr > most * (1 + 1e-9):
-            found.append(f"lr={self.lr:.4g} is above p/(48 L H) = {most:.4g}")
+            found["alpha is above p/(48 L H)"] = (
+                f"lr={self.lr:.4g} is above p/(48 L H) = {most:.4g}"
+            )
         stated = theorem_mix_rate(self.lr, self.sync_every, self.mix_prob)
         if not math.isclose(self.mix_rate, stated, rel_tol=1e-9):
-            found.append(f"mix_rate={self.mix_rate:.4g} is not p/(2 H alpha) = {stated:.4g}")
+            found["eta is not p/(2 H alpha)"] = (
+                f"mix_rate={self.mix_rate:.4g} is not p/(2 H alpha) = {stated:.4g}"
+            )
         if self.draws != "independent":
-            found.append(f"draws={self.draws!r}: Lemma 2 needs independent coins of the workers")
+            found["draws are not independent"] = (
+                f"draws={self.draws!r}: Lemma 2 needs independent coins of the workers"
+            )
         return found
 
 
 def theorem_setting(
     problem: Problem, *, workers: int, steps: int, sync_every: int, mix_prob: float,
     distance: float, draws: str = "independent", lr: float | None = None,
-    mix_rate: float | None = None,
+    mix_rate: float | None = None, pull: float | None = None,
 ) -> Setting:  # fmt: skip
-    """The theorem's alpha and eta, where none are given."""
+    """The theorem's alpha and eta, where none are given. `pull` is another way to say eta."""
     check_share(mix_prob)
     check_int("workers", workers, least=1), check_int("steps", steps, least=1)
     check_int("sync_every", sync_every, least=1)
     if lr is None:
         lr = theorem_lr(problem, workers, steps, sync_every, mix_prob, distance)
     check_lr(lr)
+    if pull is not None:
+        if mix_rate is not None:
+            raise ValueError(
+                f"mix_rate={mix_rate:g} and pull={pull:g} both say how strongly mixing steps pull; "
+                "give one of them"
+            )
+        check_pull(pull)
+        mix_rate = mix_prob / lr * step_beta(pull, mix_prob, sync_every)
     if mix_rate is None:
         mix_rate = theorem_mix_rate(lr, sync_every, mix_prob)
     return Setting(

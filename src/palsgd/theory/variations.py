@@ -1,4 +1,4 @@
-"""Away from the theorem's choices: other draws, other p, other eta."""
+"""Away from the theorem's choices: other draws, other p."""
 
 import math
 from dataclasses import dataclass
@@ -7,10 +7,9 @@ from palsgd.schedule import DRAWS
 from palsgd.theory.fits import Measured
 from palsgd.theory.problems import Noiseless
 from palsgd.theory.studies import Line, Study, StudyContext, rounds_up, say_outside, skipped, with_
-from palsgd.theory.theorem import Setting
+from palsgd.theory.theorem import Setting, theorem_mix_rate
 
 _SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)
-_TIMES_ETA = (0.0, 0.25, 1.0, 4.0)
 _END = 4.0  # mu alpha T
 
 
@@ -54,31 +53,14 @@ def by_mix_prob(context: StudyContext) -> Study:
     if skipped(study, steps * 2 * len(_SHARES)):
         return study
     settings = [
-        with_(base, steps=steps, mix_prob=p, mix_rate=p / (2 * base.sync_every * base.lr))
+        with_(base, steps=steps, mix_prob=p, mix_rate=theorem_mix_rate(base.lr, base.sync_every, p))
         for p in _SHARES
     ]
-    _fill(study, context, list(_SHARES), settings)
-    return study
-
-
-def by_mix_rate(context: StudyContext) -> Study:
-    """Varies eta from no mixing to beta = 1, which sets a worker's model to the anchor."""
-    study = Study("mix-rate", "Away from the theorem: eta", "eta / (p / (2 H alpha))", log_x=False)
-    steps, base = _length(context), context.setting
-    times = [*(each for each in _TIMES_ETA if each < 2 * base.sync_every), 2.0 * base.sync_every]
-    if skipped(study, steps * 2 * len(times)):
-        return study
-    stated = base.mix_prob / (2 * base.sync_every * base.lr)
-    settings = [with_(base, steps=steps, mix_rate=each * stated) for each in times]
-    _fill(study, context, times, settings)
-    return study
-
-
-def _fill(study: Study, context: StudyContext, x: list[float], settings: list[Setting]) -> None:
     for regime in REGIMES:
         measured = [regime.excess(context, setting) for setting in settings]
-        study.lines.append(Line(regime.label, x, measured))
+        study.lines.append(Line(regime.label, list(_SHARES), measured))
     say_outside(study, settings, context.problem)
+    return study
 
 
 def _length(context: StudyContext) -> int:
@@ -90,5 +72,5 @@ def _against(found: Measured, other: Measured) -> str:
     if not (found.mean > 0 and other.mean > 0):
         return "cannot be compared with"
     ratio = found.mean / other.mean
-    half = ratio * math.hypot(found.half / found.mean, other.half / other.mean)
+    half = ratio * math.hypot(found.half() / found.mean, other.half() / other.mean)
     return f"has {ratio:.3f} ± {half:.3f} times the error of"

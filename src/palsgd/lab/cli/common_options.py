@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from palsgd import registry
+from palsgd import references, registry
 from palsgd.lab.settings import Settings, assignments
 
 Recipe = Annotated[
@@ -110,7 +110,18 @@ def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Setti
     from palsgd.lab import workloads
 
     given = {name: value for name, value in flags.items() if value is not None}
+    import_method(given.get("method"), *(changes or []))
     return workloads.recipe(recipe).changed(assignments(changes or []) | given)
+
+
+def import_method(method: str | None, *changes: str) -> None:
+    """Settings may be those of a user's own method, which must be known before they are read. It is
+    given by an option, or as one of the changes."""
+    words = [method] if method else []
+    words += [word.removeprefix("method=") for word in changes if word.startswith("method=")]
+    for name in (each for word in words for each in word.split(",")):
+        if references.is_reference(name):
+            registry.row(name)
 
 
 def cluster_fields(spec: str | None) -> str | None:
@@ -128,12 +139,27 @@ def cluster_fields(spec: str | None) -> str | None:
 
 
 def method_names(methods: str | None) -> tuple[str, ...]:
-    """Those that are asked for; by default the ones whose rows say so."""
+    """Those that are asked for; by default the ones whose rows say so. A user's own are imported
+    here, so that settings of their own can be read."""
     if methods is None:
         from palsgd.lab.methods import default_names
 
         return default_names()
-    return tuple(name.strip() for name in methods.split(","))
+    found = tuple(name.strip() for name in methods.split(","))
+    return tuple(name if name in registry.names() else registry.row(name).name for name in found)
+
+
+def runs_of(settings: Settings, methods: tuple[str, ...]) -> dict[str, Settings]:
+    """A run for each method, by the name of its folder."""
+    found: dict[str, Settings] = {}
+    for method in methods:
+        name = references.short(method)
+        if name in found and found[name].method != method:
+            raise ValueError(
+                f"{found[name].method} and {method} would both be called {name!r}; rename a class"
+            )
+        found[name] = settings.changed({"method": method})
+    return found
 
 
 def new_folder(name: str) -> Path:
@@ -141,4 +167,4 @@ def new_folder(name: str) -> Path:
 
     if under_torchrun():
         raise ValueError("under torchrun give --out DIR, the same on every machine")
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{references.short(name)}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -67,12 +67,13 @@ def compare(
     """
     from palsgd.lab.run_list import with_controls, with_seeds
 
+    names = method_names(methods)  # first: settings may be those of a user's own method
     settings = settings_from(
         recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
         sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
         cluster=cluster_fields(cluster),
     )  # fmt: skip
-    runs = {method: settings.changed({"method": method}) for method in method_names(methods)}
+    runs = {method: settings.changed({"method": method}) for method in names}
     if controls:
         runs, left_out = with_controls(runs, seeds=seeds)
         for name, reason in left_out.items():

@@ -1,16 +1,20 @@
 """The command line: its commands, and what becomes of their errors.
 
-No module of this package imports torch before a command runs, so that help comes at once.
+No module of this package imports torch or numpy before a command runs, so that help comes at once.
 """
 
+import difflib
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
+from palsgd import interrupts
 from palsgd.lab.cli.bench_command import link
 from palsgd.lab.cli.compare_command import compare
-from palsgd.lab.cli.data_commands import prepare
+from palsgd.lab.cli.data_commands import check, data_list, fetch, prepare
 from palsgd.lab.cli.demo_command import demo
 from palsgd.lab.cli.explain_command import explain
 from palsgd.lab.cli.output import fail
@@ -30,28 +34,82 @@ app = typer.Typer(
     help="Train data-parallel over links too slow for an all-reduce at every step: compare "
     "methods, see what they gain.",
 )
-for command in (
-    demo,
-    train,
-    compare,
-    tune,
-    sweep,
-    report,
-    explain,
-    theory,
-    plan,
-    recipes,
-):
-    app.command()(command)
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Prepare data.")
-data_app.command()(prepare)
-app.add_typer(data_app, name="data")
+data_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="The files that workloads read."
+)
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
-bench_app.command()(link)
+
+
+def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, whose Ctrl-C is caught here: click would print an empty line before ours."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        with interrupts.awaited():
+            try:
+                command(*args, **options)
+            except KeyboardInterrupt:
+                fail("stopped", 130)
+
+    return run
+
+
+_COMMANDS: dict[typer.Typer, tuple[Callable[..., None], ...]] = {
+    app: (demo, train, compare, tune, sweep, report, explain, theory, plan, recipes),
+    data_app: (data_list, fetch, check, prepare),
+    bench_app: (link,),
+}
+for group, commands in _COMMANDS.items():
+    for command in commands:
+        name = command.__name__.removeprefix("data_")
+        group.command(name)(_stoppable(command))
+app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
 # click's, or that of the click which newer versions of typer bring along
 _UsageError: Any = typer.BadParameter.__base__
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from palsgd.lab.provenance import version_line
+
+        typer.echo(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Versions and commit, and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _usage_line(error: Any) -> str:
+    """What click says of the words, with the nearest name for one that is unknown."""
+    said, context = error.format_message(), error.ctx
+    if said.startswith("No such option"):
+        params = context.command.get_params(context)
+        known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
+        word = error.option_name
+        return f"there is no option {word}; did you mean {_nearest(word, known)}?"
+    if said.startswith("No such command"):
+        word, known = said.split("'")[1], context.command.list_commands(context)
+        return (
+            f"there is no command {word!r}; did you mean {_nearest(word, known)!r}? There are "
+            f"{', '.join(known)}"
+        )
+    return said
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    (nearest,) = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+    return nearest
 
 
 def main() -> None:
@@ -62,7 +120,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":  # `palsgd` alone
             error.show()
             sys.exit(2)
-        fail(error.format_message(), 2)
+        fail(_usage_line(error), 2)
     except (typer.Abort, KeyboardInterrupt):
         fail("stopped", 130)
     except ValueError as error:

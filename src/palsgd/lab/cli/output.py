@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,21 +21,6 @@ def print_parts(parts: Iterable[Any]) -> None:
     wide = console if console.is_terminal else Console(width=200)
     for part in parts:
         wide.print(part, highlight=False)
-
-
-def progress_reporter(quiet: bool) -> Callable[[str, int, int], None]:
-    from palsgd.progress import ProgressBar
-
-    bars: dict[str, ProgressBar] = {}
-
-    def at(what: str, done: int, total: int) -> None:
-        if what not in bars:
-            bars[what] = ProgressBar(what, total, unit="", quiet=quiet)
-        bars[what].at(done)
-        if done >= total:
-            bars[what].close()
-
-    return at
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -30,24 +30,42 @@ def plan(
         float | None, typer.Option(help="Of a gradient step.", show_default="measured")
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(help="E.g. 8M or 70B.", show_default="the recipe's")
+        str | None, typer.Option(help="E.g. 100K, 8M or 70B.", show_default="the recipe's")
     ] = None,
     steps: Steps = None,
     mix_prob: MixProb = None,
     extra_steps: Annotated[
-        float, typer.Option(help="The share of steps that local methods need beyond DDP's.")
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="The share of steps that methods with rounds need beyond DDP's.",
+            show_default="as measured",
+        ),
+    ] = None,
+    slow_link: Annotated[
+        str | None, typer.Option(help="Rate of the slowest worker's link, if links are uneven.")
+    ] = None,
     spread: Annotated[str, typer.Option(help="Of steps: constant, lognormal, heavy-tail.")] = (
         "constant"
     ),
     cv: Annotated[float, typer.Option(help="Deviation over mean of lognormal steps.")] = 0.1,
-    straggler: Annotated[float, typer.Option(help="How much slower one worker is.")] = 1.0,
+    straggler: Annotated[float, typer.Option(help="How much slower some workers are.")] = 1.0,
+    stragglers: Annotated[int, typer.Option(help="How many these are.")] = 1,
     per_node: Annotated[int, typer.Option(help="Workers that share a fast node.")] = 1,
-    node_rate: Annotated[str, typer.Option(help="Inside a node.")] = "1200gbit",
+    ranks_per_worker: Annotated[
+        int, typer.Option(help="Devices of each worker, which average every gradient.")
+    ] = 1,
+    node_rate: Annotated[
+        str, typer.Option(help="Inside a node, or between the ranks of a worker.")
+    ] = "1200gbit",
+    node_latency: Annotated[str, typer.Option(help="Of these links, e.g. 5us.")] = "5us",
     all_reduce: Annotated[str, typer.Option(help="auto, ring, tree, two-level, or gloo.")] = "auto",
     overlap: Annotated[
         float, typer.Option(help="Share of a step behind which DDP hides its all-reduces.")
     ] = 2 / 3,
+    coding_ns: Annotated[
+        float | None,
+        typer.Option(help="To code an element of a sync.", show_default="measured, or a core's"),
+    ] = None,
     paper_clusters: Annotated[
         bool, typer.Option("--paper-clusters", help="The paper's clusters and speed-ups instead.")
     ] = False,
@@ -58,7 +76,7 @@ def plan(
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Say what pays on a cluster: H, overlap, compression, workers; time, bytes and memory.
+    """Say what reaches DDP's quality soonest on a cluster: method, H, delay, code.
 
     Example: palsgd plan --step-ms 50 --parameters 8M --rate 100mbit
     """
@@ -79,11 +97,13 @@ def plan(
     check_device(device)
     settings = None if recipe is None else settings_from(recipe, None)
     number = workers or (4 if settings is None else settings.workers)
-    cluster, task = command.prepare(
+    cluster, task, measured = command.prepare(
         settings, step_ms=step_ms, parameters=parameters, steps=steps, mix_prob=mix_prob,
         extra_steps=extra_steps, data=data, device=device, workers=number, rate=rate,
         latency=units.milliseconds("latency", latency, zero=True) / 1e3, spread=spread, cv=cv,
-        straggler=straggler, per_node=per_node, node_rate=node_rate, all_reduce=all_reduce,
-        overlap=overlap,
+        slow_rate=slow_link, straggler=straggler, stragglers=stragglers, per_node=per_node,
+        ranks_per_worker=ranks_per_worker, node_rate=node_rate, overlap=overlap,
+        node_latency=units.milliseconds("node_latency", node_latency, zero=True) / 1e3,
+        all_reduce=all_reduce, coding_ns=coding_ns,
     )  # fmt: skip
-    print_parts(command.plan(cluster, task, folder))
+    print_parts(command.plan(cluster, task, folder, measured))

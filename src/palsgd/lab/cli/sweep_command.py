@@ -16,6 +16,7 @@ from palsgd.lab.cli.common_options import (
     Resume,
     Seeds,
     Simulate,
+    import_method,
     new_folder,
     settings_from,
 )
@@ -56,6 +57,7 @@ def sweep(
     from palsgd.lab.run_list import with_seeds
     from palsgd.lab.run_set import grid_of, random_points
 
+    import_method(None, *values)
     base, fields = settings_from(recipe, None), _swept(values)
     points = (
         grid_of(base, fields)

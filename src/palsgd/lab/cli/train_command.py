@@ -24,6 +24,7 @@ from palsgd.lab.cli.common_options import (
     Workers,
     cluster_fields,
     new_folder,
+    runs_of,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
@@ -61,6 +62,7 @@ def train(
         steps=steps, sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull,
         seed=seed, cluster=cluster_fields(cluster),
     )  # fmt: skip
-    run_and_show({settings.method: settings}, out or new_folder(recipe), report, simulate=simulate,
+    runs = runs_of(settings, (settings.method,))
+    run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
          quiet=quiet)  # fmt: skip

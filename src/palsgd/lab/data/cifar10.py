@@ -1,8 +1,10 @@
 """CIFAR-10 from disk, as tensors that live on the training device."""
 
+import hashlib
 import json
 import lzma
 import pickle
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,25 +43,43 @@ def load_split(folder: str | Path, split: str) -> Split:
     WebP sprites, or a sprite per split with `labels.json`. Images of the other split are not
     read."""
     root = Path(folder)
+    require(root)
     for place in (root, root / "cifar-10-batches-py"):
         if (place / "data_batch_1").exists():
             return _join([_original(place, name) for name in _batches(split)])
     if (root / "data_batch_1.webp").exists():
         return _compact(root, split)
-    if (root / "labels.json").exists():
-        labels = json.loads((root / "labels.json").read_text())
-        return Split(_sprite(root / f"{split}.webp"), torch.tensor(labels[split]["labels"]))
-    raise ValueError(
-        f"no CIFAR-10 in {root}: looked for data_batch_1 (there or in cifar-10-batches-py), "
-        "data_batch_1.webp and labels.json; get cifar-10-python.tar.gz from "
-        "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there, or use the workload "
-        "digits, which needs no files"
-    )
+    labels = json.loads((root / "labels.json").read_text())
+    return Split(_sprite(root / f"{split}.webp"), torch.tensor(labels[split]["labels"]))
 
 
-def is_in(folder: Path) -> bool:
+def require(root: Path) -> None:
+    """Raise a ValueError unless the folder has one of the forms."""
     names = ("data_batch_1", "cifar-10-batches-py/data_batch_1", "data_batch_1.webp", "labels.json")
-    return any((folder / name).exists() for name in names)
+    if not any((root / name).exists() for name in names):
+        raise ValueError(
+            f"no CIFAR-10 in {root}: looked for data_batch_1 (there or in cifar-10-batches-py), "
+            "data_batch_1.webp and labels.json; get cifar-10-python.tar.gz from "
+            "https://www.cs.toronto.edu/~kriz/cifar.html and unpack it there, or use the workload "
+            "digits, which needs no files"
+        )
+
+
+def check_published(root: Path) -> int:
+    """Compare the original batches with the checksums that were published with them; how many there
+    are."""
+    from torchvision.datasets import CIFAR10  # type: ignore[import-untyped]
+
+    found = [
+        (path, digest)
+        for name, digest in CIFAR10.train_list + CIFAR10.test_list
+        for path in (root / name, root / "cifar-10-batches-py" / name)
+        if path.exists()
+    ]
+    for path, digest in found:
+        if hashlib.md5(path.read_bytes()).hexdigest() != digest:
+            raise ValueError(f"{path} has not the published MD5 {digest}; unpack it again")
+    return len(found)
 
 
 def download(folder: Path) -> None:
@@ -68,6 +88,8 @@ def download(folder: Path) -> None:
     try:
         CIFAR10(str(folder), download=True)
     except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            folder.rmdir()  # that torchvision has made; one with files in it stays
         raise ValueError(
             f"could not download CIFAR-10 ({error}); fetch cifar-10-python.tar.gz by hand from "
             f"https://www.cs.toronto.edu/~kriz/cifar.html and unpack it into {folder}"

@@ -8,10 +8,11 @@ from typing import Any
 
 from palsgd.lab.atomic import atomic_path
 
+Data = Path | str | None  # the folder of --data; None: ./data
 Progress = Callable[[str, int, int], None]  # what is being read, bytes so far, bytes in all
 
 
-def place_of(data: Path | str | None, name: str) -> Path:
+def place_of(data: Data, name: str) -> Path:
     """The folder `name` in `data` (by default ./data), or `data` itself where it has none."""
     if data is None:
         return Path("data") / name

@@ -22,6 +22,7 @@ from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.sharding import Shards, random_stream
 
+SPLITS = ("train", "val")
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
 LARGEST_IN_MEMORY = 2**32  # bytes of pixels
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -48,8 +49,8 @@ class Photographs(ABC):
         """Images and labels for training, on the device."""
 
     @abstractmethod
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        """Images and labels of a part of the validation set, on the device."""
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        """The middles of images of `train` or `val`, and their labels, on the device."""
 
     def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
         """The images of a batch, and the random numbers for their crops."""
@@ -71,13 +72,13 @@ class FromFiles(Photographs):
         self._begun[worker, workers, size] = begun
         return self._collect(begun.pop(index))
 
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        view = middle(self._resolution)
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        view, folder = middle(self._resolution), {"train": self.train, "val": self.val}[split]
 
         def example(i: int) -> tuple[Any, int]:
-            return view(decoded(self.val, i)), self.val.targets[i]
+            return view(decoded(folder, i)), folder.targets[i]
 
-        return self._collect([self._pool.submit(example, i) for i in range(len(self.val))[part]])
+        return self._collect([self._pool.submit(example, i) for i in range(len(folder))[part]])
 
     def _begin(self, *batch: int) -> list[Future]:
         which, chances = self._drawn(*batch)
@@ -106,22 +107,21 @@ class InMemory(Photographs):
 
     def __init__(self, train: Any, val: Any, **settings: Any):
         super().__init__(train, val, **settings)
-        self._images, self._labels = self._loaded(train)
-        self._val_images, self._val_labels = self._loaded(val)
+        self._loaded = {"train": self._read(train), "val": self._read(val)}
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
         which, chances = self._drawn(worker, workers, size, index)
         which = on_device.sent(which, self._device)
-        images = self._images[which]
+        images, labels = (each[which] for each in self._loaded["train"])
         height, width = images.shape[2:]
         crops = [random_crop(height, width, chance) for chance in chances]
-        return normalized(zoomed(images, crops, self._resolution)), self._labels[which]
+        return normalized(zoomed(images, crops, self._resolution)), labels
 
-    def validation(self, part: slice) -> tuple[Tensor, Tensor]:
-        view = middle(self._resolution)
-        return normalized(view(self._val_images[part].float())), self._val_labels[part]
+    def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
+        view, (images, labels) = middle(self._resolution), self._loaded[split]
+        return normalized(view(images[part].float())), labels[part]
 
-    def _loaded(self, folder: Any) -> tuple[Tensor, Tensor]:
+    def _read(self, folder: Any) -> tuple[Tensor, Tensor]:
         images = list(self._pool.map(lambda i: decoded(folder, i), range(len(folder))))
         return _pixels(images).to(self._device), torch.tensor(folder.targets).to(self._device)
 
@@ -139,12 +139,12 @@ def open_folders(
     """The photographs in root/train and root/val; with a share that is held out, those in
     root/train alone, in two parts. Those that fit are kept in memory, unless `in_memory` says
     otherwise."""
-    train = _folder(root, "train")
+    train = split_folder(root, "train")
     if held_out is not None:
         parts = splits.held_out(len(train), held_out)
         train, val = (_part(train, part.tolist()) for part in parts)
     else:
-        val = _folder(root, "val")
+        val = split_folder(root, "val")
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
         raise ValueError(f"the class {odd[0]} is not in both {root}/train and val; copy it again")
@@ -154,17 +154,13 @@ def open_folders(
     return kind(train, val, resolution=resolution, seed=seed, device=device, sharding=sharding)
 
 
-def _folder(root: Path, name: str) -> Any:
+def split_folder(root: Path, name: str) -> Any:
     from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
     try:
         return ImageFolder(str(root / name))
     except FileNotFoundError as error:
-        raise ValueError(
-            f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
-            f"({error}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
-            "the workload digits, which needs no files"
-        ) from error
+        raise _nothing_in(root, str(error)) from error
 
 
 def _part(folder: Any, which: list[int]) -> Any:
@@ -173,6 +169,21 @@ def _part(folder: Any, which: list[int]) -> Any:
     part.samples = [folder.samples[i] for i in which]
     part.targets = [folder.targets[i] for i in which]
     return part
+
+
+def require(root: Path) -> None:
+    """Raise a ValueError unless there are folders for both splits."""
+    for name in SPLITS:
+        if not (root / name).is_dir():
+            raise _nothing_in(root, f"there is no folder {root / name}")
+
+
+def _nothing_in(root: Path, found: str) -> ValueError:
+    return ValueError(
+        f"no photographs in {root}: looked for train/CLASS/*.JPEG and val/CLASS/*.JPEG "
+        f"({found}); get ImageNet-1K from https://image-net.org and unpack it there, or use "
+        "the workload digits, which needs no files"
+    )
 
 
 def decoded(folder: Any, i: int) -> Any:

@@ -36,7 +36,7 @@ class Stories:
     def __init__(self, folder: Path, split: str, device: torch.device | str):
         # torch has few operations on unsigned 16-bit numbers, so tokens are read as signed ones.
         # The file is mapped copy-on-write, as torch needs writable memory.
-        found = _checked(folder, split)
+        found = read(folder, split)
         ends = np.flatnonzero(found == np.uint16(END).astype(np.int16))
         self._tokens = torch.from_numpy(found).to(device)
         self._ends = torch.from_numpy(ends).to(device)
@@ -55,6 +55,19 @@ class Stories:
 
 def is_prepared(folder: Path) -> bool:
     return all((folder / f"{split}.json").exists() for split in SPLITS)
+
+
+def require(folder: Path, tokenizer: Path) -> None:
+    """Raise a ValueError unless there are tokens, or texts and a tokenizer to make them."""
+    if not is_prepared(folder):
+        for split in SPLITS:
+            _texts(folder, split)
+        _tokenizer_files(tokenizer)
+
+
+def count_stories(folder: Path, split: str) -> int:
+    """In the texts of a split, which are read to the end."""
+    return sum(1 for path in _texts(folder, split) for _ in filter(None, _stories(path, None)))
 
 
 def prepare(
@@ -83,7 +96,8 @@ def download(texts: Path, tokenizer: Path, progress: Progress | None = None) -> 
         fetch(f"{TOKENIZER}/{name}", tokenizer / name, progress)
 
 
-def _checked(folder: Path, split: str) -> np.ndarray:
+def read(folder: Path, split: str) -> np.ndarray:
+    """The tokens of a split, as many as its record says."""
     path = folder / f"{split}.bin"
     try:
         expected = json.loads((folder / f"{split}.json").read_text())["tokens"]
@@ -115,13 +129,18 @@ def _texts(source: Path, split: str) -> list[Path]:
     return found
 
 
-def _encoder(folder: Path) -> Encode:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
+def _tokenizer_files(folder: Path) -> list[Path]:
     files = [folder / name for name in ("vocab.json", "merges.txt")]
     for path in files:
         if not path.exists():
             raise ValueError(f"{path} is missing; get GPT-2's from {TOKENIZER}/{path.name}")
+    return files
+
+
+def _encoder(folder: Path) -> Encode:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    files = _tokenizer_files(folder)
     try:
         tokenizer = Tokenizer(models.BPE.from_file(*map(str, files)))
     except Exception as error:  # the library raises plain ones

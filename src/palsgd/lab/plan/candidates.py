@@ -1,23 +1,33 @@
-"""Choices of method, H, overlap and compression, and the time and bytes of each on a cluster.
+"""Candidates of a plan: a method with its H, delay and code, and the time of a run with it.
 
-The model of time gives the time of a step, not the number of steps that a choice needs. A longer H,
-a delay or a code may need more steps; `extra_steps` has their share. At equal steps mixing saves
-gradients, and so time. At equal gradients it saves nothing. The plan shows both.
+The time to a quality is steps times seconds per step. DDP needs the steps of the task, and a
+candidate needs (1 + price) times as many (palsgd.lab.plan.prices). Where a price is not measured,
+the time is that of as many gradients as DDP takes, and whoever shows it says so.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from palsgd.cluster import Cluster, Work
+from palsgd import registry
+from palsgd.cluster import Cluster, Projection, Work
 from palsgd.cluster.gradient_counts import Expected
 from palsgd.lab import methods
+from palsgd.lab.plan.prices import Price, PriceTable, committed, unknown
+from palsgd.method import Method
+from palsgd.payload import MethodSize
+from palsgd.registry import Row
 
-INTERVALS = tuple(2**n for n in range(2, 13))  # the H that are tried
-SHARE = 0.05  # the share of the time that exchanges may take; below it a longer H saves little
-WORTH = 0.05  # a gain below this is not worth the change
-TRIED = 64  # the longest H of the paper's main experiments
-CODES: tuple[str | None, ...] = (None, "int8", "int4")
+CODES: tuple[str | None, ...] = (None, "bf16", "int8", "int4")
+# Nanoseconds of one CPU core to code, add up and decode an element of a sync: `coding_s` of
+# measure.py in seconds of a core, median of five on an Intel Xeon. A GPU takes far less.
+CODING_NS = {"bf16": 6.0, "int8": 8.9, "int4": 12.4}
+UNUSABLE = 0.5  # the share of its time above which a candidate communicates too much
+LARGE_BUCKETS = 1024.0  # MiB
+ACCUMULATED = (4, 16, 64)
+POWERSGD_RANK = 16
+ROUNDS = 6  # rounds that are simulated where all of them take the same time
+DRAWN_ROUNDS, DRAWN_STEPS = 40, 200  # where they do not
+DRAWS = 1_000_000  # seconds of steps that are drawn for one candidate, at most
 
 
 @dataclass(frozen=True)
@@ -25,156 +35,213 @@ class Task:
     """What is to be trained."""
 
     parameters: int
-    steps: int
+    steps: int  # that DDP needs
     warmup_steps: int = 0
     mix_prob: float = 0.1
     inner: str = "adamw"
-    extra_steps: float = 0.0  # the share of steps more than DDP's that the local methods need
+    extra_steps: float | None = None  # the price of every local method; None: the table's
+    coding: dict[str, float] = field(  # seconds per element, by code
+        default_factory=lambda: {code: 1e-9 * ns for code, ns in CODING_NS.items()}
+    )
+    prices: PriceTable = field(default_factory=committed, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     method: str
+    variant: str  # of DDP: how it sends; empty for methods with rounds
     work: Work
-    step_s: float  # of a step of the local phase, or of DDP
-    exchanging: float  # share of that time
-    run_s: float  # of the whole run, warm-up and extra steps included
+    price: Price
+    steps: int  # that it needs
+    step_s: float  # of a step in the middle of the run
+    run_s: float  # of the whole run: warm-up, extra steps and the last sync included
+    computing: float  # shares of the run's time, means over the workers
+    waiting: float
+    exchanging: float
     bytes_on_the_wire: float  # in the run, of each worker
-    gradient_s: float  # seconds for each gradient, extra steps included
+
+    @property
+    def is_ddp(self) -> bool:
+        return self.work.is_ddp
+
+    @property
+    def usable(self) -> bool:
+        return self.exchanging <= UNUSABLE
+
+    @property
+    def title(self) -> str:
+        return f"{registry.row(self.method).title} {self.variant}".rstrip()
 
 
-def ddp(cluster: Cluster, task: Task) -> Choice:
-    work = Work.ddp(task.parameters)
-    steps = 1 if cluster.spread == "constant" else 200
-    found = cluster.project(work, steps=steps)
-    step = found.time_s / steps
-    return Choice(
-        method=methods.baseline().name,
+@dataclass
+class Times:
+    """Sums over a run."""
+
+    total: float = 0.0
+    compute: float = 0.0
+    wait: float = 0.0
+    exchange: float = 0.0
+    bytes: float = 0.0
+
+    @classmethod
+    def of(cls, run: Projection) -> "Times":
+        return cls(run.time_s, run.compute_s, run.wait_s, run.exchange_s, run.bytes_on_the_wire)
+
+    def plus(self, other: "Times", times: float) -> "Times":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Times(*(a + times * b for a, b in pairs))
+
+
+class Planner:
+    """The candidates of one cluster and task. Runs that take the same time are simulated once."""
+
+    def __init__(self, cluster: Cluster, task: Task):
+        self.cluster, self.task = cluster, task
+        self._steady = cluster.spread == "constant"
+        self._known: dict[tuple[Work, int], Times] = {}
+        self.warmup = self._ddp_times(Work.ddp(task.parameters), min(task.warmup_steps, task.steps))
+
+    # -- DDP -----------------------------------------------------------------------------------
+
+    def opponents(self) -> list[Candidate]:
+        """DDP as torch has it by default, and in the ways in which it sends less."""
+        size, table = self.task.parameters, self.task.prices
+        found = [self.ddp("fp32", Work.ddp(size), table.ddp())]
+        bf16 = {"gradient_bytes": 2, "bucket_mb": LARGE_BUCKETS}
+        price = table.ddp(gradients="bf16")
+        found.append(self.ddp("bf16", Work.ddp(size, **bf16), price))
+        for many in ACCUMULATED:
+            if many <= self.task.steps:
+                work = Work.ddp(size, accumulate=many, **bf16)
+                price = table.ddp(accumulate=many, gradients="bf16")
+                found.append(self.ddp(f"bf16, {many} accumulated", work, price))
+        work = Work.ddp(size, bucket_mb=LARGE_BUCKETS, sent_share=_powersgd_share(size))
+        price = unknown("PowerSGD was not run")
+        found.append(self.ddp(f"PowerSGD rank {POWERSGD_RANK}", work, price))
+        return found
+
+    def ddp(self, variant: str, work: Work, price: Price) -> Candidate:
+        steps = math.ceil(self.task.steps * (1 + (price.extra or 0.0)))
+        times = self._ddp_times(work, steps)
+        return _candidate(
+            methods.baseline().name, variant, work, price, steps, times, times.total / steps
+        )
+
+    def _ddp_times(self, work: Work, steps: int) -> Times:
+        """Steps of DDP are alike, so some of them are simulated."""
+        times = 1 if self._steady else math.ceil(DRAWN_STEPS / work.accumulate)
+        few = times * work.accumulate
+        return Times().plus(self._simulated(work, few), steps / few)
+
+    # -- methods with rounds -------------------------------------------------------------------
+
+    def work(
+        self, row: Row, sync_every: int, *, compress: str | None = None, overlap: bool = False
+    ) -> Work | None:
+        """A method with its shortest useful delay, if `overlap` asks for one. None: the method
+        refuses it, or the exchange takes longer than half a round."""
+        method = _default(row, self.task.mix_prob)
+        refused = method.refusals()
+        if (overlap and "delay" in refused) or (compress and "compress" in refused):
+            return None
+        work = Work(
+            parameters=self.task.parameters,
+            sync_every=sync_every,
+            mix_prob=round(1 - method.gradient_share, 12),
+            compress=compress,
+            carries=MethodSize.of(method),
+            coding=self.task.coding.get(compress or "", 0.0),
+        )
+        return self._delayed(work) if overlap else work
+
+    def _delayed(self, work: Work) -> Work | None:
+        messages = work.payload(self.cluster.workers).messages()
+        exchange = sum(self.cluster.sync_s(message) for message in messages)
+        exchange += work.coding * work.parameters
+        steps = math.ceil(exchange / ((1 - work.mix_prob) * self.cluster.step))
+        if steps > work.sync_every // 2:
+            return None
+        return replace(work, delay=max(1, steps))
+
+    def local(self, row: Row, work: Work) -> Candidate:
+        """The time of a whole run of a method with rounds."""
+        task, price = self.task, self._price(row, work)
+        warm = min(task.warmup_steps, task.steps)
+        factor = 1 / (1 - work.mix_prob) if price.extra is None else 1 + price.extra
+        steps = math.ceil((task.steps - warm) * factor)
+        times = self.warmup.plus(self._local_times(work, steps), 1.0)
+        step = self._round(work).total / work.sync_every
+        return _candidate(row.name, "", work, price, warm + steps, times, step)
+
+    def _price(self, row: Row, work: Work) -> Price:
+        given = self.task.extra_steps
+        if given is not None:
+            return Price(given, given, given)
+        return self.task.prices.local(
+            row.name, sync_every=work.sync_every, steps=self.task.steps, delay=work.delay,
+            compress=work.compress, mix_prob=work.mix_prob,
+        )  # fmt: skip
+
+    def _local_times(self, work: Work, steps: int) -> Times:
+        """The first and the last rounds as they are, and those between them by their mean. The
+        sync at the end of a run, behind which nothing hides, is among the last."""
+        rounds, rest = divmod(steps, work.sync_every)
+        shown = min(rounds, self._rounds(work))
+        ends = self._simulated(work, shown * work.sync_every + rest)
+        return ends.plus(self._round(work), rounds - shown)
+
+    def _round(self, work: Work) -> Times:
+        """The mean of a round in the middle of a run."""
+        H, rounds = work.sync_every, self._rounds(work)
+        long, short = (self._simulated(work, n * H) for n in (2 * rounds, rounds))
+        return Times().plus(long.plus(short, -1.0), 1 / rounds)
+
+    def _rounds(self, work: Work) -> int:
+        """Rounds that are simulated: fewer where many steps of many workers are drawn."""
+        if self._steady:
+            return ROUNDS
+        return max(3, min(DRAWN_ROUNDS, DRAWS // (work.sync_every * self.cluster.workers)))
+
+    def _simulated(self, work: Work, steps: int) -> Times:
+        if steps == 0:
+            return Times()
+        found = self._known.get((work, steps))
+        if found is None:
+            counts = Expected(workers=self.cluster.workers, mix_prob=work.mix_prob)
+            found = Times.of(self.cluster.project(work, steps=steps, counts=counts))
+            self._known[work, steps] = found
+        return found
+
+
+def _candidate(
+    method: str, variant: str, work: Work, price: Price, steps: int, times: Times, step: float
+) -> Candidate:
+    return Candidate(
+        method=method,
+        variant=variant,
         work=work,
+        price=price,
+        steps=steps,
         step_s=step,
-        exchanging=found.exchange_s / found.time_s,
-        run_s=step * task.steps,
-        bytes_on_the_wire=found.bytes_on_the_wire / steps * task.steps,
-        gradient_s=step,
+        run_s=times.total,
+        computing=times.compute / times.total,
+        waiting=times.wait / times.total,
+        exchanging=times.exchange / times.total,
+        bytes_on_the_wire=times.bytes,
     )
 
 
-def local(cluster: Cluster, task: Task, work: Work, base: Choice) -> Choice:
-    """The choice of a local method, with the times of rounds in the middle of a run."""
-    rounds = 6 if cluster.spread == "constant" else 40
-    counts = Expected(workers=cluster.workers, mix_prob=work.mix_prob)
-    found = cluster.project(work, steps=rounds * work.sync_every, counts=counts)
-    first, last = work.fragments, (rounds - 1) * work.fragments - 1
-    steps = found.clocks[last] - found.clocks[first]
-    step = (found.times[last] - found.times[first]) / steps
-    computing = (1 - work.mix_prob) * cluster.step
-    longer = 1 + task.extra_steps
-    behind = max(0, task.steps - task.warmup_steps) * longer
-    warm = min(task.warmup_steps, task.steps)
-    return Choice(
-        method=(methods.mixing() if work.mix_prob else methods.plain_local()).name,
-        work=work,
-        step_s=step,
-        exchanging=max(0.0, 1 - computing / step),
-        run_s=warm * base.step_s + behind * step,
-        bytes_on_the_wire=warm * base.bytes_on_the_wire / task.steps
-        + behind / work.sync_every * found.bytes_on_the_wire / rounds,
-        gradient_s=step * longer / (1 - work.mix_prob),
-    )
+def rows_with_rounds(mix_prob: float) -> list[Row]:
+    """The methods that sync in rounds. Without steps that mix, a mixing method is another's."""
+    return [row for row in registry.rows() if row.rounds and (mix_prob or not row.mixes)]
 
 
-def choices(cluster: Cluster, task: Task) -> list[Choice]:
-    """DDP, and each kind of local method with the shortest H for which exchanges take at most SHARE
-    of the time."""
-    base = ddp(cluster, task)
-    found = [base, _shortest(cluster, task, base, mix_prob=0.0)]
-    found += [
-        _shortest(cluster, task, base, mix_prob=task.mix_prob, compress=code, overlap=overlap)
-        for code in CODES
-        for overlap in (False, True)
-        if task.mix_prob
-    ]
-    return sorted(found, key=lambda choice: choice.run_s)
+def _default(row: Row, mix_prob: float) -> Method:
+    return row.method(**({"mix_prob": mix_prob} if row.mixes else {}))
 
 
-def baseline_of(found: list[Choice]) -> Choice:
-    return next(choice for choice in found if choice.work.is_ddp)
-
-
-def best_of(found: list[Choice]) -> Choice:
-    """The simplest sufficient choice. It is DDP if no choice saves enough. Otherwise it is the
-    first choice, in the order of what they change (overlap, int8, both, ...), whose H is among
-    those that the paper tried, or else the choice with the shortest H."""
-    base = baseline_of(found)
-    local = [choice for choice in found if choice.work.mix_prob]
-    local = local or [choice for choice in found if choice is not base]
-    local.sort(key=lambda c: (CODES.index(c.work.compress), c.work.delay > 0))
-    if max(gain(choice, base) for choice in local) < WORTH:
-        return base
-    tried = [choice for choice in local if choice.work.sync_every <= TRIED]
-    return tried[0] if tried else min(local, key=lambda choice: choice.work.sync_every)
-
-
-def gain(choice: Choice, base: Choice) -> float:
-    """The share of DDP's time that is saved at equal gradients."""
-    return 1 - choice.gradient_s / base.gradient_s
-
-
-def break_even(cluster: Cluster, task: Task, choice: Choice, worth: float = WORTH) -> float | None:
-    """The rate, in bits per second, above which less than `worth` of DDP's time is saved at equal
-    gradients. None: enough is saved at any rate, because of latency. 0: enough is saved at no
-    rate."""
-
-    def pays(rate: float) -> bool:
-        there = cluster.changed(rate=rate)
-        base = ddp(there, task)
-        return gain(local(there, task, choice.work, base), base) >= worth
-
-    low, high = 3.0, 15.0  # powers of ten
-    if pays(10**high):
-        return None
-    if not pays(10**low):
-        return 0.0
-    while high - low > 0.002:
-        middle = (low + high) / 2
-        low, high = (middle, high) if pays(10**middle) else (low, middle)
-    return 10**low
-
-
-def with_workers(
-    cluster: Cluster, task: Task, choice: Choice, numbers: list[int]
-) -> Iterator[tuple[int, Choice, Choice]]:
-    """DDP and `choice` with other numbers of workers."""
-    for number in numbers:
-        there = cluster.changed(workers=number)
-        base = ddp(there, task)
-        yield number, base, base if choice.work.is_ddp else local(there, task, choice.work, base)
-
-
-def _shortest(
-    cluster: Cluster,
-    task: Task,
-    base: Choice,
-    *,
-    mix_prob: float,
-    compress: str | None = None,
-    overlap: bool = False,
-) -> Choice:
-    found = None
-    for H in INTERVALS:
-        work = Work(parameters=task.parameters, sync_every=H, mix_prob=mix_prob, compress=compress)
-        if overlap:
-            work = replace(work, delay=_delay(cluster, work))
-        found = local(cluster, task, work, base)
-        if found.exchanging <= SHARE:
-            break
-    assert found is not None
-    return found
-
-
-def _delay(cluster: Cluster, work: Work) -> int:
-    """The number of steps that take as long as an exchange, at most a round."""
-    messages = work.payload(cluster.workers).messages()
-    exchange = sum(cluster.network.seconds(message) for message in messages)
-    steps = exchange / ((1 - work.mix_prob) * cluster.step)
-    return max(1, min(work.sync_every, math.ceil(steps)))
+def _powersgd_share(parameters: int) -> float:
+    """The share of the gradients' bytes that two factors of a matrix take, for a transformer whose
+    layers are d x d and whose depth is d / 64: 12 d^2 (d / 64) parameters."""
+    width = (64 * parameters / 12) ** (1 / 3)
+    return min(1.0, 2 * POWERSGD_RANK / width)

@@ -9,15 +9,15 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from rich.table import Table
 from rich.text import Text
 
 from palsgd.cluster import Cluster, Work
 from palsgd.lab.atomic import atomic_write
+from palsgd.lab.plan.candidates import UNUSABLE
 from palsgd.lab.plan.text import rate_words
-from palsgd.lab.report.canvas import drawing_style, publish
+from palsgd.lab.report.canvas import MUTED, drawing_style, publish
 from palsgd.lab.report.styles import THEME
 
 WORKERS = (8, 64, 512, 2048, 10_000)
@@ -53,10 +53,16 @@ class Cell:
     workers: int
     ddp_s: float  # per gradient
     palsgd_s: float
+    utilisation: float  # the share of PALSGD's time in which it computes
+    exchanging: float  # the share in which it communicates
 
     @property
     def faster(self) -> float:
         return self.ddp_s / self.palsgd_s
+
+    @property
+    def usable(self) -> bool:
+        return self.exchanging <= UNUSABLE
 
 
 def cells(
@@ -75,7 +81,10 @@ def cells(
                 work = Work(parameters=int(size), sync_every=H, mix_prob=P)
                 found = place.project(work, steps=rounds * H)
                 each = found.time_s / found.gradient_steps
-                yield Cell(model, rate, number, ddp, each)
+                computing, sending = found.compute_s, found.exchange_s
+                yield Cell(
+                    model, rate, number, ddp, each, computing / found.time_s, sending / found.time_s
+                )
 
 
 def _ddp_s(place: Cluster, size: int, steps: int, bucket_mb: float) -> float:
@@ -92,11 +101,15 @@ def scale_parts(folder: Path) -> Iterator[Table | Text]:
     found = list(cells())
     folder.mkdir(parents=True, exist_ok=True)
     draw(found, folder)
-    records: list[dict[str, Any]] = [vars(cell) | {"faster": cell.faster} for cell in found]
+    records: list[dict[str, Any]] = [
+        vars(cell) | {"faster": cell.faster, "usable": cell.usable} for cell in found
+    ]
     atomic_write(folder / "scale.json", json.dumps(records, indent=1) + "\n")
-    yield Text("DDP's time over PALSGD's, at equal gradients", style="bold")
+    yield Text(conclusion(found), style="bold")
+    yield Text("DDP's time over PALSGD's, at equal gradients, and the share PALSGD computes")
     for model in MODELS:
         yield _table(model, found)
+    yield Text(f"unusable: PALSGD itself communicates more than {UNUSABLE:.0%} of its time")
     yield Text("Assumed:")
     for text in ASSUMED:
         yield Text(f"- {text}")
@@ -110,14 +123,32 @@ def _table(model: str, found: list[Cell]) -> Table:
         table.add_column(rate_words(rate), justify="right")
     for number in WORKERS:
         row = [c for c in found if (c.model, c.workers) == (model, number)]
-        table.add_row(f"{number:,} workers", *(f"{cell.faster:.2f}" for cell in row))
+        table.add_row(f"{number:,} workers", *(_words(cell) for cell in row))
     return table
+
+
+def _words(cell: Cell) -> str:
+    if not cell.usable:
+        return "unusable"
+    return f"{cell.faster:.2f} ({cell.utilisation:.0%})"
+
+
+def conclusion(found: list[Cell]) -> str:
+    usable = [cell for cell in found if cell.usable]
+    gains = [cell.faster for cell in usable]
+    return (
+        f"PALSGD with H = {H} is usable in {len(usable)} of {len(found)} cells, and there "
+        f"{min(gains):.2g} to {max(gains):.2g} times as fast as DDP at equal gradients."
+    )
 
 
 def draw(found: list[Cell], folder: Path) -> None:
     with drawing_style():
         figure = Figure(figsize=(7.4, 4.1))
-        title = "How many times as fast as DDP: PALSGD, H = 64, at equal gradients (by the model)"
+        title = (
+            "Times as fast as DDP: PALSGD, H = 64, at equal gradients (by the model); darker: it "
+            "computes more of the time"
+        )
         figure.text(0.012, 0.985, title, va="top", size=8.6, weight="bold", color=THEME["ink"][0])
         for place, model in enumerate(MODELS):
             left, bottom = 0.085 + 0.475 * (place % 2), 0.555 - 0.46 * (place // 2)
@@ -128,16 +159,23 @@ def draw(found: list[Cell], folder: Path) -> None:
         publish(figure, "scale", title, {}, folder)
 
 
+def _figure(value: float) -> str:
+    return f"{value:.{0 if value >= 9.95 else 1 if value >= 1.95 else 2}f}"
+
+
 def _heat(axes: Axes, model: str, found: list[Cell]) -> None:
-    grid = np.array([cell.faster for cell in found]).reshape(len(RATES), len(WORKERS)).T
+    shape = len(RATES), len(WORKERS)
+    shares = np.array([cell.utilisation if cell.usable else 0.0 for cell in found])
     axes.imshow(
-        np.maximum(grid, 1.0), origin="lower", aspect="auto", norm=LogNorm(1, 100),
+        shares.reshape(shape).T, origin="lower", aspect="auto", vmin=0.0, vmax=1.25,
         cmap=mpl.colormaps["Oranges"],
     )  # fmt: skip
-    for (row, column), value in np.ndenumerate(grid):
-        shade = "white" if value > 14 else THEME["ink"][0]
-        text = f"{value:.{0 if value >= 9.95 else 1 if value >= 1.95 else 2}f}"
-        axes.text(column, row, text, ha="center", va="center", size=7.2, color=shade)
+    for place, cell in enumerate(found):
+        column, row = divmod(place, len(WORKERS))
+        ink = MUTED if not cell.usable else "white" if cell.utilisation > 0.85 else THEME["ink"][0]
+        style = {"size": 7.2} if cell.usable else {"size": 5.6, "style": "italic"}
+        text = _figure(cell.faster) if cell.usable else "unusable"
+        axes.text(column, row, text, ha="center", va="center", color=ink, **style)
     axes.set_xticks(range(len(RATES)), [rate_words(rate).replace("bit/s", "") for rate in RATES])
     axes.set_yticks(range(len(WORKERS)), [f"{number:,}" for number in WORKERS])
     axes.set_title(f"{model} parameters", loc="left", size=7.6, pad=3)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from palsgd import references
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group, group, named, shown, sortable
 from palsgd.lab.report.ablations import Ablation, ablations, final
@@ -59,7 +60,7 @@ class Section:
     def __init__(self, number: int, runs: list[Run], figures: Path | None, link: str | None = None):
         self.number, self.runs, self.figures = number, runs, figures
         self.points: dict[str, Any] = {}  # what the tooltips show
-        self.workload = self.runs[0].workload
+        self.workload = references.short(self.runs[0].workload)
         self.metric = str(self.runs[0].config.get("metric") or "metric")
         self.groups: list[Group] = group(self.runs)
         self.line_styles: list[LineStyle] = line_styles(self.groups)

@@ -18,8 +18,8 @@ THEME = {
     "evaluate": ("#d9cfe6", "#5b4d70"),
 }
 
-# The colours of methods that this version does not know. The rows of the other methods have theirs:
-# Okabe and Ito's colours, darkened for white paper and lightened for black.
+# The colours of methods that are not palsgd's own, or of another version. The rows of the others
+# have theirs: Okabe and Ito's colours, darkened for white paper and lightened for black.
 _OTHER_HUES = [("#a8437f", "#e79ac6"), ("#8a6d00", "#e6c84c"), ("#4b3fa8", "#a59cf5")]
 _OTHER_DASHES = [(0, (6, 1.5, 1, 1.5)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2))]
 _MARKERS = "osD^vPX<>p*h"
@@ -50,8 +50,8 @@ def line_styles(groups: list[Group]) -> list[LineStyle]:
 
 
 def _method_style(method: str, methods: list[str]) -> tuple[str, str, Dash]:
-    if method in registry.names():
-        row = registry.row(method)
+    row = registry.known(method)
+    if row is not None and row.colours is not None:
         return *row.colours, (0, row.dashes) if row.dashes else "-"
     others = [name for name in methods if name not in registry.names()]
     at = others.index(method) % len(_OTHER_HUES)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, differing, named, shown
 from palsgd.lab.report import formats
@@ -157,7 +158,7 @@ def settings_table(groups: list[Group]) -> Table | None:
         rows=[
             Row(
                 number,
-                group.method,
+                references.short(group.method),
                 [
                     Cell(shown(group.settings[k]) if k in group.settings else formats.NONE)
                     for k in keys

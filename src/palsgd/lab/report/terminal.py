@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, group
 from palsgd.lab.report import formats
@@ -31,7 +32,7 @@ def terminal_table(folders: list[Path], link: str | None = None) -> RenderableTy
         comparison = Comparison(group([run for run in runs if run.workload == workload]), link)
         # Text, not str: rich would read [brackets] as markup.
         parts += [Text(sentence) for sentence in comparison.verdicts]
-        parts.append(_table(comparison, workload))
+        parts.append(_table(comparison, references.short(workload)))
     return Parts(*parts)
 
 

@@ -41,8 +41,8 @@ def problem_of(
 def run_theory(
     *, problem: str, dim: int, mu: float, smoothness: float, sigma: float | None, curvatures: str,
     distance: float, workers: int, steps: int, sync_every: int, mix_prob: float, lr: float | None,
-    mix_rate: float | None, draws: str, seeds: int, seed: int, device: str, out: Path, force: bool,
-    quiet: bool,
+    mix_rate: float | None, pull: float | None, draws: str, seeds: int, seed: int, device: str,
+    out: Path, force: bool, quiet: bool,
 ) -> tuple[Results, Path]:  # fmt: skip
     """The results and the page they were written to."""
     device = chosen_device(device).type
@@ -56,7 +56,7 @@ def run_theory(
     )  # fmt: skip
     setting = theorem_setting(
         subject, workers=workers, steps=steps, sync_every=sync_every, mix_prob=mix_prob,
-        distance=distance, draws=draws, lr=lr, mix_rate=mix_rate,
+        distance=distance, draws=draws, lr=lr, mix_rate=mix_rate, pull=pull,
     )  # fmt: skip
     context = StudyContext(
         problem=subject, setting=setting, distance=distance,

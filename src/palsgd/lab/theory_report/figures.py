@@ -39,9 +39,8 @@ def draw(study: Study, folder: Path | None) -> Plot:
 
 
 def _draw_line(axes: Axes, line: Line, style: LineStyle, *, joined: bool) -> None:
-    mean, half = (
-        np.array([getattr(each, part) for each in line.measured]) for part in ("mean", "half")
-    )
+    mean = np.array([each.mean for each in line.measured])
+    half = np.array([each.half() for each in line.measured])
     shown: Any = dict(color=style.light, ls=style.dash if joined else "none", label=line.label)
     if _few(line):
         axes.errorbar(line.x, mean, yerr=half, marker=style.marker, ms=4, markeredgewidth=0,

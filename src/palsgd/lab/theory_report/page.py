@@ -7,7 +7,8 @@ from pathlib import Path
 from palsgd.lab.atomic import atomic_write
 from palsgd.lab.run_folder import write_json
 from palsgd.lab.theory_report.tables import tables
-from palsgd.theory.lemmas import FAILS
+from palsgd.theory.conclusion import conclusion
+from palsgd.theory.inequality import FAILS
 from palsgd.theory.results import Results
 
 _PAGE = """<!doctype html>
@@ -54,16 +55,23 @@ _PAGE = """<!doctype html>
 {% for reason in outside %}
 <p class="note">Outside the theorem: {{ reason }}. Run all the same.</p>
 {% endfor %}
+<h2>Conclusion</h2>
+<ul>
+{% for sentence in conclusion %}<li>{{ sentence }}</li>
+{% endfor %}
+</ul>
 </header>
 {{ show(errors) }}
 {{ show(exponents) }}
+{{ show(eta) }}
 <h2>Studies</h2>
 <div class="panels">
 {% for study, plot in studies %}
 <figure>
 <div class="variant" role="img" aria-label="{{ study.title }}">{{ plot.svg|safe }}</div>
 {% for each in study.exponents %}
-<figcaption>{{ each.claim }}: claimed {{ each.claimed }}, measured {{ "%.2f ± %.2f"|format(each.measured.slope, each.measured.half) }}, {{ each.verdict }}. {{ each.why }}.</figcaption>
+{% set verdict = each.verdict(family) %}
+<figcaption>{{ each.claim }}: claimed {{ each.claimed }}, measured {{ "%.2f ± %.2f"|format(each.measured.mean, verdict.half) }}, {{ verdict }}. {{ each.why }}.</figcaption>
 {% endfor %}
 {% for note in study.notes %}<figcaption>{{ note }}</figcaption>{% endfor %}
 </figure>
@@ -96,7 +104,7 @@ def _html(results: Results, figures: Path) -> str:
     from palsgd.lab.report.styles import THEME
     from palsgd.lab.theory_report.figures import LINE_STYLES, draw
 
-    errors, exponents, lemmas = tables(results)
+    errors, exponents, eta, lemmas = tables(results)
     shown = [study for study in results.studies if study.lines]
     with drawing_style(), warnings.catch_warnings():
         # A run outside the theorem may diverge; its points are left out.
@@ -108,8 +116,9 @@ def _html(results: Results, figures: Path) -> str:
     )
     return environment.from_string(_PAGE).render(
         css=css, theme=THEME, line_styles=LINE_STYLES, facts=facts(results),
-        outside=results.outside, errors=errors, exponents=exponents, lemmas=lemmas, studies=studies,
-        failing=[check for check in results.checks if check.verdict == FAILS],
+        outside=results.outside, conclusion=conclusion(results), family=results.family,
+        errors=errors, exponents=exponents, eta=eta, lemmas=lemmas, studies=studies,
+        failing=[each for each in results.checks if each.verdict(results.family).word == FAILS],
     )  # fmt: skip
 
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from palsgd.theory.lemmas import Check
 from palsgd.theory.results import Results
 from palsgd.theory.studies import times
+from palsgd.theory.verdicts import LEVEL
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,16 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    return [error_table(results), exponent_table(results), lemma_table(results.checks)]
+    return [
+        error_table(results), exponent_table(results), eta_table(results), lemma_table(results),
+    ]  # fmt: skip
 
 
 def error_table(results: Results) -> Table:
     line = results.studies[0].lines[0]
     assert line.bound is not None
     rows = [
-        (f"{line.x[at]:,.0f}", _interval(line.measured[at].mean, line.measured[at].half),
+        (f"{line.x[at]:,.0f}", _interval(line.measured[at].mean, line.measured[at].half()),
          f"{line.bound[at]:.3g}", times(line.bound[at], line.measured[at].mean))
         for at in _spread(len(line.x), 5)
     ]  # fmt: skip
@@ -33,23 +35,45 @@ def error_table(results: Results) -> Table:
 
 
 def exponent_table(results: Results) -> Table:
-    rows = [
-        (each.claim, f"{each.claimed:g}", _interval(each.measured.slope, each.measured.half, 2),
-         "" if each.bound is None else f"{each.bound:.2f}", each.verdict)
-        for study in results.studies for each in study.exponents
-    ]  # fmt: skip
+    rows = []
+    for each in results.exponents:
+        verdict = each.verdict(results.family)
+        rows.append((
+            each.claim, f"{each.claimed:g}", _interval(each.measured.mean, verdict.half, 2),
+            "" if each.bound is None else f"{each.bound:.2f}", str(verdict),
+        ))  # fmt: skip
     head = ("exponent", "claimed", "measured", "of the bound", "verdict")
-    return Table("Exponents", head, rows)
+    return Table(f"Exponents ({_together(results)})", head, rows)
 
 
-def lemma_table(checks: list[Check]) -> Table:
+def eta_table(results: Results) -> Table:
+    rows = []
+    for each in results.worths:
+        verdict = each.verdict(results.family)
+        ratio = _interval(each.ratio.mean, verdict.half, 3)
+        rows.append((each.regime, f"{each.times:g}", f"{each.alpha:.3g}", ratio, str(verdict)))
+    head = (
+        "regime", "eta / (p/(2 H alpha))", "opponent's alpha / alpha", "error / opponent's",
+        "verdict",
+    )  # fmt: skip
+    return Table(
+        f"What eta > 0 is worth against eta = 0, paired seeds ({_together(results)})", head, rows
+    )
+
+
+def lemma_table(results: Results) -> Table:
     head = ("inequality", "form", "checked", "left", "right", "margin", "verdict")
     rows = [
         (check.claim, check.form, check.where, f"{check.left:.4g}", f"{check.right:.4g}",
-         "" if check.errors is None else f"{check.errors:,.0f} s.e.", check.verdict)
-        for check in sorted(checks, key=attrgetter("claim", "form"))
+         "" if check.errors is None else f"{check.errors:,.0f} s.e.",
+         str(check.verdict(results.family)))
+        for check in sorted(results.checks, key=attrgetter("claim", "form"))
     ]  # fmt: skip
-    return Table("Lemmas", head, rows)
+    return Table(f"Lemmas ({_together(results)})", head, rows)
+
+
+def _together(results: Results) -> str:
+    return f"all {results.family.statements} statements together at {1 - LEVEL:.0%}"
 
 
 def _interval(mean: float, half: float, digits: int | None = None) -> str:

@@ -7,20 +7,26 @@ from rich import table as rich_table
 from rich.text import Text
 
 from palsgd.lab.theory_report.tables import Table, tables
+from palsgd.theory.conclusion import conclusion
 from palsgd.theory.results import Results
+from palsgd.theory.studies import RATES
 
 
 def parts(results: Results) -> Iterator[rich_table.Table | Text]:
-    """Tables, then what there is to say about them."""
+    """Tables, notes on them, and the conclusion, which is what is left on the screen."""
     yield from map(_rich, tables(results))
     for study in results.studies:
         for exponent in study.exponents:
-            if exponent.verdict != "as claimed":
-                yield Text(f"{exponent.claim}: {exponent.verdict}; {exponent.why}.")
+            verdict = exponent.verdict(results.family)
+            if verdict.word != RATES.within:
+                yield Text(f"{exponent.claim}: {verdict}; {exponent.why}.")
         for note in study.notes:
             yield Text(f"{study.title}: {note}")
     for reason in results.outside:
         yield Text(f"Outside the theorem: {reason}. Run all the same.")
+    yield Text("\nConclusion", style="bold")
+    for sentence in conclusion(results):
+        yield Text(f"- {sentence}")
 
 
 def _rich(table: Table) -> rich_table.Table:

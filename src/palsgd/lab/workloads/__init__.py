@@ -1,9 +1,12 @@
-"""Workloads and the paper's settings for them, by name.
+"""Workloads and the paper's settings for them, by name; and a user's own by reference.
 
 Each module of this package is a workload: `stories_1m.py` is `stories-1m`. It has a class with that
 name, its `RECIPES`, which are named as the workload or begin with its name and a dash, its `GRIDS`,
 which begin with its name and a slash, and what tuning may try, `SEARCH`. A module is imported when
 it is asked for.
+
+A workload of a user's own is `path/to/mine.py:Name`, `package.module:Name` or an entry point of the
+group `palsgd.workloads` (docs/extending.md).
 """
 
 import difflib
@@ -14,6 +17,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from palsgd import references
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,16 +26,20 @@ if TYPE_CHECKING:
     from palsgd.lab.settings import Settings
     from palsgd.lab.workload import Workload
 
+GROUP = "palsgd.workloads"  # of entry points
+
 
 @cache
 def names() -> tuple[str, ...]:
-    """The names of all workloads, from the listing of this folder."""
+    """The names of palsgd's own workloads, from the listing of this folder."""
     return tuple(sorted(found.name.replace("_", "-") for found in iter_modules(__path__)))
 
 
 def kind(name: str) -> "type[Workload]":
     """The class of the workload `name`."""
-    _check_known("workload", name, names())
+    if _is_own(name):
+        return references.find(name, _kind()).value
+    _check_known("workload", name, (*names(), *references.installed(GROUP)))
     classes = (each for each in vars(_module(name)).values() if isinstance(each, type))
     return next(each for each in classes if vars(each).get("name") == name)
 
@@ -59,10 +68,25 @@ def data_settings(settings: "Settings") -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("seed", "sharding", "split", "context")}
 
 
+def check(settings: "Settings") -> None:
+    """Refuse settings that the workload cannot follow, before anything is loaded."""
+    kind(settings.workload).check(
+        sharding=settings.sharding, context=settings.context, target_on=settings.target_on
+    )
+
+
+def sha256(name: str) -> str | None:
+    """Of the file of a user's own workload; None for palsgd's."""
+    return references.sha256(name, _kind()) if _is_own(name) else None
+
+
 def recipe(name: str) -> "Settings":
-    """The settings of that name."""
+    """The settings of that name. Of a user's own workload: its recipe (docs/extending.md)."""
+    if _is_own(name):
+        return _own_recipe(name)
     own = _of_its_workload(name, "RECIPES")
-    _check_known("recipe", name, own if name in own else recipes())
+    known = own if name in own else (*recipes(), *references.installed(GROUP))
+    _check_known("recipe", name, known)
     return own[name]
 
 
@@ -111,3 +135,60 @@ def _check_known(what: str, name: str, known: Iterable[str]) -> None:
         raise ValueError(
             f"{what} {name!r} is unknown; did you mean {nearest!r}? There are {', '.join(known)}"
         )
+
+
+# -- a user's own ----------------------------------------------------------------------------------
+
+
+def _is_own(name: str) -> bool:
+    if references.is_reference(name):
+        return True
+    ours = any(f"{name}-".startswith(f"{each}-") for each in names())
+    return not ours and name in references.installed(GROUP)
+
+
+def _own_recipe(name: str) -> "Settings":
+    """The one in `RECIPES` beside the class, the attribute `recipe` of the class, or the defaults.
+    A recipe is Settings, or a dict of what differs from the defaults."""
+    from palsgd.lab.settings import Settings
+
+    part = references.find(name, _kind())
+    found = _beside(part)
+    if found is None:
+        found = getattr(part.value, "recipe", {})
+    if isinstance(found, Settings):
+        return found.changed({"workload": part.reference})
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"the recipe of {part.reference} is {found!r:.60}; write a dict such as "
+            "dict(steps=1000, lr=0.1)"
+        )
+    return Settings(workload=part.reference, steps=1000).changed(found)
+
+
+def _beside(part: references.Part) -> Any:
+    """What `RECIPES` has under the name of the class, its `name` or that of the file, or has alone;
+    None where there is no such table."""
+    kind, table = part.value, getattr(part.module, "RECIPES", {})
+    stem = Path(part.module.__file__ or "").stem
+    for name in (kind.__name__, getattr(kind, "name", stem), stem):
+        if name in table:
+            return table[name]
+    if len(table) < 2 or hasattr(kind, "recipe"):
+        return next(iter(table.values()), None) if len(table) == 1 else None
+    raise ValueError(
+        f"RECIPES of {part.module.__file__} has {', '.join(table)}, none for {kind.__name__}; name "
+        "one after the class"
+    )
+
+
+@cache
+def _kind() -> references.Kind:
+    from palsgd.lab.workload import Workload
+
+    return references.Kind(
+        name="workload",
+        group=GROUP,
+        fits=lambda value: isinstance(value, type) and issubclass(value, Workload),
+        remedy="write a class that inherits from palsgd.lab.workload.Workload",
+    )

@@ -1,0 +1,174 @@
+"""`palsgd compare` and `palsgd sweep` from Python: `palsgd.lab.compare`, `palsgd.lab.sweep`."""
+
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from palsgd.lab import workloads
+from palsgd.lab.comparison import Comparison
+from palsgd.lab.groups import group
+from palsgd.lab.methods import default_names
+from palsgd.lab.run_folder import Line, Run, find_runs
+from palsgd.lab.run_list import with_controls, with_seeds
+from palsgd.lab.run_set import FailedRunsError, Options, grid_of, run_all
+from palsgd.lab.settings import Settings
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was run. Without `out=` its files live as long as this object."""
+
+    folder: Path
+    failed: Mapping[str, str | None]  # runs that ended early by themselves, with the reason
+    kept_by: Any = field(default=None, repr=False)
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        return find_runs([self.folder])
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """One for each workload."""
+        kinds = dict.fromkeys(run.workload for run in self.runs)
+        return [Comparison(group([r for r in self.runs if r.workload == kind])) for kind in kinds]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Sentences with their numbers and intervals, the most important first."""
+        return [sentence for each in self.comparisons for sentence in each.verdicts]
+
+    @cached_property
+    def frame(self) -> "pandas.DataFrame":
+        """One row for each run and evaluation: the run's name, the label of its setting, what
+        config.yaml says, and the figures of the line. `lr` is the setting and `lr_now` that of
+        the step; `metric` is the figure and `metric_name` its name."""
+        import pandas
+
+        rows = []
+        for each in (each for comparison in self.comparisons for each in comparison.groups):
+            for run in each.runs:
+                about = {"run": run.folder.path.name, "label": each.label, **run.config}
+                about["metric_name"] = about.pop("metric", None)
+                rows += [about | _figures(line) for line in run.lines if "metric" in line]
+        return pandas.DataFrame(rows)
+
+    def report(self, path: Path | str) -> Path:
+        """Write the page, and its figures beside it."""
+        from palsgd.lab.report import write_report
+
+        return write_report([self.folder], Path(path))
+
+
+def compare(
+    workload: str,
+    methods: Sequence[str] | str | None = None,
+    *,
+    workers: int | None = None,
+    seeds: int = 1,
+    simulate: bool = True,
+    controls: bool = False,
+    out: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Result:
+    """Run several methods on the same data and seeds.
+
+    Args:
+        workload: a workload or recipe, as `palsgd recipes` lists them.
+        methods: their names; by default the paper's four.
+        workers: how many; by default the recipe's.
+        seeds: so many for every method, counted from `seed`. One gives curves and no verdict.
+        simulate: all workers in this process; False: real processes.
+        controls: also run what tells the parts of a mixing method apart.
+        out: a folder for the files; by default one that is gone with the result.
+        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
+        settings: any other settings, as `steps=600` or `lr=0.002`.
+
+    Raises:
+        ValueError: for settings that are unknown or cannot work, before anything runs.
+
+    Example:
+        result = palsgd.lab.compare("digits", ["ddp", "palsgd"], workers=4, seeds=5, steps=600)
+        print(*result.verdicts, sep="\\n")
+        result.frame.groupby(["label", "step"]).loss.mean()
+    """
+    given = settings if workers is None else {**settings, "workers": workers}
+    base = workloads.recipe(workload).changed(given)
+    runs = {name: base.changed({"method": name}) for name in _names(methods)}
+    if controls:
+        runs, left_out = with_controls(runs, seeds=seeds)
+        for name, reason in left_out.items():
+            warnings.warn(f"the control {name} is left out, as {reason}", stacklevel=2)
+    return _run(with_seeds(runs, seeds), out, simulate, options)
+
+
+def sweep(
+    workload: str,
+    *,
+    seeds: int = 1,
+    simulate: bool = True,
+    out: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Result:
+    """Run all combinations of the settings that are given as lists.
+
+    Args:
+        workload, seeds, simulate, out, options: as for `compare`.
+        settings: any settings; a list has the values that are tried, as `lr=[0.001, 0.002]` or
+            `method=["ddp", "palsgd"]`.
+
+    Raises:
+        ValueError: for settings that are unknown or cannot work, before anything runs.
+
+    Example:
+        result = palsgd.lab.sweep("digits", method=["ddp", "palsgd"], lr=[0.001, 0.002], seeds=3)
+    """
+    lists = {name: list(value) for name, value in settings.items() if _is_list(value)}
+    rest = {name: value for name, value in settings.items() if name not in lists}
+    if "seed" in lists and seeds > 1:
+        raise ValueError(f"seeds={seeds} and seed={lists['seed']} both name seeds; give one")
+    base = workloads.recipe(workload).changed(rest)
+    points = grid_of(base, lists) if lists else {base.method: base}
+    return _run(with_seeds(points, seeds), out, simulate, options, swept=tuple(lists))
+
+
+def _run(
+    runs: dict[str, Settings],
+    out: Path | str | None,
+    simulate: bool,
+    options: Mapping[str, Any] | None,
+    swept: Sequence[str] = (),
+) -> Result:
+    kept_by = tempfile.TemporaryDirectory(prefix="palsgd-") if out is None else None
+    folder = Path(kept_by.name if kept_by is not None else out or "")
+    failed: Mapping[str, str | None] = {}
+    try:
+        run_all(
+            runs, folder, Options(simulate=simulate, **{"quiet": True, **(options or {})}), swept
+        )
+    except FailedRunsError as error:
+        failed = error.reasons
+        warnings.warn(str(error), stacklevel=3)
+    return Result(folder, failed, kept_by)
+
+
+def _figures(line: Line) -> dict[str, Any]:
+    return {"lr_now" if key == "lr" else key: value for key, value in line.items()}
+
+
+def _names(methods: Sequence[str] | str | None) -> Sequence[str]:
+    if methods is None:
+        return default_names()
+    return [name.strip() for name in methods.split(",")] if isinstance(methods, str) else methods
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | range)

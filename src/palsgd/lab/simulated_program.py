@@ -1,0 +1,162 @@
+"""Simulated runs that share a program: which they are, their training, and their checkpoints."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import palsgd
+from palsgd import references
+from palsgd.lab.factory import low_precision
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import Settings
+from palsgd.lab.simulated_run import SimulatedRun, shape_of
+from palsgd.lab.worker_loop import split_batch
+from palsgd.progress import ProgressBar
+from palsgd.simulator import Checkpoints, Program, programs
+
+log = logging.getLogger("palsgd")
+
+
+class Group(NamedTuple):
+    """Runs that are simulated together, by name, as far as they fit into memory together."""
+
+    names: list[str]
+    vectorize: bool | str
+    resumed: bool = False  # do they go on with the program that they had?
+
+
+def grouped(
+    runs: Mapping[str, Settings],
+    waiting: Sequence[str],
+    out: Path,
+    *,
+    resume: bool,
+    share: bool,
+    vectorize: bool | str,
+) -> list[Group]:
+    """The runs that are waiting, in groups. Runs of equal shape share a group if they may. Runs
+    that are resumed share the program that they had, with all of its runs, on the same engine."""
+    groups, left = [], list(waiting)
+    for name in waiting if resume else ():
+        if name in left and (before := _recorded(RunFolder(out / name), runs)):
+            groups.append(before)
+            left = [each for each in left if each not in before.names]
+    shapes: dict[tuple[Any, ...], list[str]] = {}
+    for name in left:
+        alone = () if share else (name,)
+        shapes.setdefault(shape_of(runs[name]) + alone, []).append(name)
+    return groups + [Group(names, vectorize) for names in shapes.values()]
+
+
+def _recorded(folder: RunFolder, runs: Mapping[str, Settings]) -> Group | None:
+    """The program that a run was part of; None: it has none that can be made again."""
+    if not (folder.path / "config.yaml").exists():
+        return None
+    config = folder.config()
+    names = config.get("program", [])
+    gone = [name for name in names if name not in runs]
+    if names and not gone:
+        return Group(names, config["engine"] == "vectorized", resumed=True)
+    reason = "it has no checkpoint"
+    if gone:
+        reason = f"it shared a program with {gone[0]}, which is not among the runs now"
+    log.warning("palsgd: %s starts over, as %s", folder.path, reason)
+    return None
+
+
+def simulate_runs(
+    runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto", resume: bool = False
+) -> None:
+    """Train runs that differ in nothing but what runs of one program may differ in."""
+    first = runs[0]
+    settings, workload = first.settings, first.workload
+    autocast = low_precision(settings, workload.device)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        parts = split_batch(batch, settings.micro_batches)
+        with autocast():
+            losses = [workload.loss(model, part) for part in parts]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    with warnings.catch_warnings():
+        # The library cannot know that each evaluation recomputes the buffers itself.
+        warnings.filterwarnings("ignore", message="buffers='recompute'")
+        for together in programs(
+            [run.plan() for run in runs],
+            workers=settings.workers,
+            steps=first.steps,
+            model=workload.model,
+            loss=loss,
+            device=workload.device,
+            vectorize=vectorize,
+            at_once=len(runs) if resume else None,
+            progress=False,
+            cluster=None
+            if settings.cluster is None
+            else palsgd.Cluster.parse(settings.cluster, workers=settings.workers),
+        ):
+            made = [
+                SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together
+            ]
+            for program in made:  # all of them are recorded before the first one trains
+                program.begin(resume=resume)
+            for program in made:
+                program.train(quiet=quiet)
+
+
+class SimulatedProgram:
+    """A program and the files of its runs. Its checkpoints are with its first run."""
+
+    def __init__(self, program: Program, runs: list[SimulatedRun]):
+        self._program, self._runs = program, runs
+        self._checkpoints = Checkpoints(runs[0].folder.checkpoints)
+
+    def begin(self, *, resume: bool) -> None:
+        state = self._checkpoints.newest() if resume else None
+        if state is not None:
+            self._program.load(state)
+            for number, (run, history) in enumerate(self._histories()):
+                run.resume(state[f"files-{number}"], history)
+            return
+        names = [run.folder.path.name for run in self._runs]
+        for run in self._runs:
+            if resume and (run.folder.path / "config.yaml").exists():
+                log.warning("palsgd: %s starts over, as it has no checkpoint", run.folder.path)
+            run.start(self._program.engine, names)
+
+    def train(self, *, quiet: bool) -> None:
+        first, program = self._runs[0], self._program
+        with ProgressBar(self._title(), first.steps, start=program.clock, quiet=quiet) as bar:
+            first.bar = bar
+            while program.advance():
+                for run, history in self._histories():
+                    run.pause(history)
+                self._save()
+        for run, result in zip(self._runs, program.results(), strict=True):
+            run.finish(result)
+        self._checkpoints.remove()
+
+    def _save(self) -> None:
+        counts = [run.norms for run in self._runs]
+        self._checkpoints.save(self._program.clock, self._state())
+        for run, count in zip(self._runs, counts, strict=True):
+            run.forget_norms(count)
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
+        # first, as making the state of the program adds norms that are no syncs'
+        for number, run in enumerate(self._runs):
+            yield f"files-{number}", run.state()
+        yield from self._program.state()
+
+    def _histories(self) -> Iterator[tuple[SimulatedRun, list[dict[str, Any]]]]:
+        return zip(self._runs, self._program.histories, strict=True)
+
+    def _title(self) -> str:
+        settings, count = self._runs[0].settings, len(self._runs)
+        what = references.short(settings.method) if count == 1 else f"{count} runs"
+        return f"{references.short(settings.workload)} {what}"

@@ -1,0 +1,96 @@
+"""Ctrl-C at any moment, also in the first seconds: one line, exit code 130, no traceback."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from support.commands import started, wait_for
+from support.patience import patient
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of its own")
+
+# Holds the import of one module, as the import of a large library takes its time. Like some of
+# them it makes an ImportError of whatever happens meanwhile.
+HOLD = """
+import os, sys, time
+
+class Hold:
+    def find_spec(name, path=None, target=None):
+        child = "--multiprocessing-fork" in sys.orig_argv
+        if name != os.environ["HOLD_AT"] or child != ("HOLD_CHILD" in os.environ):
+            return None
+        open(f"{os.environ['HOLD_FILE']}-{os.getpid()}", "w").close()
+        try:
+            while True:
+                time.sleep(0.01)
+        except BaseException:
+            raise ImportError("cannot load module more than once per process") from None
+
+sys.meta_path.insert(0, Hold)
+"""
+TRAIN = ("train", "digits", "--workers", 2, "--steps", 12, "--no-report", "--quiet")
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """The files that say who is held; at which import is set by `at`."""
+    (tmp_path / "sitecustomize.py").write_text(HOLD)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("HOLD_FILE", str(tmp_path / "held"))
+    return lambda: list(tmp_path.glob("held-*"))
+
+
+def stopped(process) -> list[str]:
+    """What is said after Ctrl-C, which a terminal sends to all processes."""
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=patient(60))
+    assert process.returncode == 130, err
+    assert out == ""
+    return err.splitlines()
+
+
+@pytest.mark.parametrize(
+    "module", ["palsgd.lab.cli", "typer", "torch", "palsgd.lab.trainer", "sklearn"]
+)
+def test_an_import_that_is_interrupted_ends_in_one_line(module, held, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLD_AT", module)
+    with started(*TRAIN, "--simulate", "--out", tmp_path / "out") as process:
+        wait_for(held, process=process)
+        assert stopped(process) == ["palsgd: stopped"]
+
+
+@pytest.mark.slow
+def test_workers_that_still_import_torch_say_nothing(held, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLD_AT", "torch")
+    monkeypatch.setenv("HOLD_CHILD", "yes")
+    with started(*TRAIN, "--out", tmp_path / "out") as process:
+        wait_for(lambda: len(held()) == 2, process=process)
+        said = stopped(process)
+    assert len(said) == 1, said
+    assert said[0].startswith("palsgd: stopped; ")
+
+
+def test_training_that_is_interrupted_says_how_to_go_on(tmp_path, monkeypatch):
+    begun = tmp_path / "begun"
+    (tmp_path / "watched.py").write_text(
+        "import pathlib\n"
+        "from palsgd.__main__ import main\n"
+        "from palsgd.lab.workloads.digits import Digits\n"
+        "batch = Digits.batch\n"
+        "def noted(*args, **options):\n"
+        f"    pathlib.Path({str(begun)!r}).touch()\n"
+        "    return batch(*args, **options)\n"
+        "Digits.batch = noted\n"
+        "main()\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    words = ("train", "digits", "steps=100000", "--simulate", "--quiet", "--out", tmp_path / "out")
+    with started(*words, module="watched") as process:
+        wait_for(begun.exists, process=process)
+        (line,) = stopped(process)
+    assert line.startswith("palsgd: stopped; ")
+    assert "--resume" in line
