@@ -29,7 +29,7 @@ class WorkerLoop:
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
         self.net = workload.model().to(workload.device)
-        self._own_group = dist.new_group() if own_group and self.world > 1 else None
+        self._own_group: Any = dist.new_group() if own_group and self.world > 1 else None
         self.model, group = self._wrapped()
         self.opt: palsgd.LocalOptimizer = build_optimizer(settings, self.steps, self.model, group)
         torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
