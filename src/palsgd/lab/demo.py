@@ -7,15 +7,21 @@ Elsewhere the cluster's model projects the steps that were measured here. Seeds 
 in this file and in the recipe's tuned settings: both were fixed before the test images were read.
 """
 
+import contextlib
+import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from palsgd.lab.launcher import Job
+from palsgd.lab.launcher import Job, affordable
 from palsgd.lab.links import Link, job_main, unavailable
 from palsgd.lab.methods import default_names, mixing
+from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_list import with_seeds
 from palsgd.lab.run_set import Options, check_folder, run_all
 from palsgd.lab.settings import Settings
+from palsgd.lab.timing import record
 from palsgd.lab.tuning.tuned_file import shipped, tuned_settings
 from palsgd.lab.workloads import recipe
 
@@ -56,18 +62,36 @@ def run_demo(
     out.mkdir(parents=True, exist_ok=True)
     reason = unavailable()
     if reason is None:
-        _over_link(runs, out, link, options)
+        _over_link(runs, out, link, quiet=options.quiet)
+    # all runs where there is no link, else those that are missing; and what they come to
     run_all(runs, out, Options(device="cpu", quiet=options.quiet, resume=True))
     return reason
 
 
-def _over_link(runs: Mapping[str, Settings], out: Path, link: str, options: Options) -> None:
-    """All runs are timed; those are trained that fit into the seconds there are."""
+def _over_link(runs: Mapping[str, Settings], out: Path, link: str, *, quiet: bool) -> None:
+    """Time all runs over the link, then train some over it and the others beside them: workers
+    behind a slow link hardly compute."""
     jobs = [
-        Job(settings=settings, folder=out / name, data=None, download=False, resume=options.resume,
-            quiet=options.quiet)
+        Job(settings=settings, folder=out / name, data=None, download=False, resume=False,
+            quiet=quiet)
         for name, settings in runs.items()
-        if not (out / name / "summary.json").exists()
+        if not RunFolder(out / name).finished
     ]  # fmt: skip
-    if jobs:
-        job_main.run(jobs, "cpu", link, within_s=OVER_LINK_S)
+    if not jobs:
+        return
+    # A daemon, and its workers end with this process: Ctrl-C waits for nobody.
+    beside = threading.Thread(target=_train_beside, args=(jobs,), daemon=True)
+    beside.start()
+    job_main.run(jobs, "cpu", link, within_s=OVER_LINK_S)
+    beside.join()
+
+
+def _train_beside(jobs: list[Job]) -> None:
+    """Train over loopback what is not trained over the link, once everything has been timed."""
+    while any(record.session_of(job.folder) is None for job in jobs):
+        time.sleep(0.2)
+    over_link = affordable(jobs, OVER_LINK_S)
+    others = [replace(job, quiet=True) for job in jobs if job not in over_link]
+    if others:
+        with contextlib.suppress(RuntimeError):  # what is missing is done again, and says why
+            job_main.run(others, "cpu")

@@ -126,7 +126,7 @@ def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float 
         jobs = _as_rank_0_has_them(jobs)
         _time(jobs, device, loaded, link)
         if within_s < math.inf:
-            jobs = _as_rank_0_has_them(_affordable(jobs, within_s))
+            jobs = _as_rank_0_has_them(affordable(jobs, within_s))
         for job in jobs:
             try:
                 _work_on(job, device, loaded)
@@ -162,7 +162,7 @@ def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
     return list(found.values())
 
 
-def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
+def affordable(jobs: list[Job], within_s: float) -> list[Job]:
     """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
     found = []
     for job in jobs:

@@ -19,7 +19,7 @@ from palsgd.lab.timing.blocks import Block, RoundBlock, StepsBlock
 from palsgd.lab.timing.record import Session, Timed
 from palsgd.lab.workload import Workload
 
-TURNS = 9
+TURNS = 7
 _NEVER = 10**6  # steps of a round that does not end
 
 # Settings that do not change what a step takes. All others may, and make programs of their own.
