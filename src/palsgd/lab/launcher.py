@@ -124,7 +124,7 @@ def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float 
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
         jobs = _as_rank_0_has_them(jobs)
-        _time(jobs, device, loaded, link)
+        time_jobs(jobs, device, loaded, link)
         if within_s < math.inf:
             jobs = _as_rank_0_has_them(affordable(jobs, within_s))
         for job in jobs:
@@ -137,8 +137,11 @@ def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float 
         dist.destroy_process_group()
 
 
-def _time(
-    jobs: list[Job], device: torch.device, load: Callable[..., Workload], link: str | None
+def time_jobs(
+    jobs: list[Job],
+    device: torch.device,
+    load: Callable[..., Workload],
+    link: str | None = None,
 ) -> None:
     """Time the steps of all jobs that are compared, in turn, before the first one is trained. What
     a collection has timed already is not timed again, so that a resumed one keeps its seconds."""
