@@ -17,6 +17,7 @@ def pytest_configure():
 
 # Files of many tests that together take long, though none of them does by itself.
 SLOW_FILES = {
+    "test_checkpoints.py",
     "test_cli.py",
     "test_codecs_converge.py",
     "test_demo.py",

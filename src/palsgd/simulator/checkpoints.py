@@ -12,6 +12,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,14 @@ class Checkpoints:
         try:
             sizes = {name: _write(part / f"{name}.pt", piece) for name, piece in state}
             _write(part / _CONTENTS, sizes)
-            _sync_folder(part)
+            # together, as the disk then writes them in one go
+            with ThreadPoolExecutor(max_workers=8) as threads:
+                list(threads.map(_force, part.iterdir()))
+            _force(part)
             if whole.exists():
                 shutil.rmtree(whole)
             os.replace(part, whole)
-            _sync_folder(self.folder)
+            _force(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         self._drop_old(clock)
@@ -127,10 +131,8 @@ class ProgramList:
         known += [each for each in programs if each not in known]
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.{_PART}")
-        with open(part, "w") as file:
-            json.dump([{"runs": runs, "engine": engine} for runs, engine in known], file)
-            file.flush()
-            os.fsync(file.fileno())
+        part.write_text(json.dumps([{"runs": runs, "engine": engine} for runs, engine in known]))
+        _force(part)
         os.replace(part, self._path)
 
     def checkpoints(self, first: int) -> Checkpoints:
@@ -139,12 +141,18 @@ class ProgramList:
 
 
 def _write(path: Path, value: Any) -> int:
-    """Write a value and force it onto the disk. Returns the bytes of the file."""
-    with open(path, "wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    """Returns the bytes of the file."""
+    torch.save(value, path)
     return path.stat().st_size
+
+
+def _force(path: Path) -> None:
+    """Force a file, or the names in a folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -154,12 +162,3 @@ def _is_whole(folder: Path) -> bool:
         return all((folder / f"{n}.pt").stat().st_size == size for n, size in sizes.items())
     except (OSError, RuntimeError, pickle.UnpicklingError):
         return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Force the names in a folder onto the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

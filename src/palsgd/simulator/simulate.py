@@ -331,6 +331,6 @@ def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> di
         if plan[name] is None:
             raise ValueError(f"run {number} has no {name}; give it one, or pass {name}= for all")
     for name in ("evaluate_every", "pause_every"):
-        if not callable(plan.get(name, 1)):
+        if name in plan and not callable(plan[name]):
             check_int(name, plan[name], least=1)
     return plan

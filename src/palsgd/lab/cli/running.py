@@ -52,9 +52,11 @@ def show(out: Path, report: bool) -> None:
 
 
 def stop(out: Path) -> NoReturn:
-    """After Ctrl-C: what is done is in the folder."""
+    """After Ctrl-C: say what is in the folder, and how to go on."""
+    from palsgd.lab.kept import kept
+
     words = [word for word in sys.argv[1:] if word not in ("--force", "--resume")]
     named = any(word == "--out" or word.startswith("--out=") for word in words)
     flags = ["--resume"] if named else ["--out", str(out), "--resume"]
     again = shlex.join(["palsgd", *words, *flags])
-    fail(f"stopped; what is done is kept. Go on with: {again}", 130)
+    fail(f"stopped; {kept(out)}. Go on with: {again}", 130)
