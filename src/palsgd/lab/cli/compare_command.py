@@ -13,6 +13,7 @@ from palsgd.lab.cli.common_options import (
     MixProb,
     MixRate,
     OnCluster,
+    OnLink,
     Out,
     Pull,
     Quiet,
@@ -42,6 +43,7 @@ def compare(
     ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
+    link: OnLink = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
@@ -80,4 +82,4 @@ def compare(
             typer.echo(f"left out: the control {name}, as {reason}", err=True)
     run_and_show(with_seeds(runs, seeds), out or new_folder(recipe), report, simulate=simulate,
              data=data, download=download, device=device, force=force, resume=resume,
-             quiet=quiet)  # fmt: skip
+             quiet=quiet, link=link)  # fmt: skip
