@@ -64,18 +64,22 @@ def test_the_headline_states_speed_up_bytes_and_the_difference_of_the_ends_with_
 
 
 def test_equal_curves_have_a_speed_up_of_the_ratio_of_their_steps_seconds(tmp_path):
-    found = headline(made_up(tmp_path, ddp_s=0.6, own_s=0.1), demo.LINK)
+    found = headline(made_up(tmp_path, worse=1 + 1e-9, ddp_s=0.6, own_s=0.1), demo.LINK)
     assert "reaches DDP's loss 6 x [6, 6] faster" in found
 
 
 def test_a_loss_is_said_as_plainly_as_a_gain(tmp_path):
-    slower = headline(made_up(tmp_path / "slower", ddp_s=0.1, own_s=0.2), demo.LINK)
+    slower = headline(made_up(tmp_path / "slower", worse=1 + 1e-9, ddp_s=0.1, own_s=0.2), demo.LINK)
     assert "2 x slower (speed-up 0.5 [0.5, 0.5])" in slower
     worse = headline(made_up(tmp_path / "worse", worse=1.2, gradients=0.9), demo.LINK)
     assert "PALSGD does not reach DDP's loss in 100 steps" in worse
     # its own final loss is 0.12 (1 + s/100): DDP is there after 97.8 of its 100 steps
     assert "its own final loss, 0.122, it reaches 3.9 x" in worse
     assert re.search(r"ends 20% \[[^]]+\] above DDP with 0\.9 x the gradients: worse", worse)
+
+
+def test_runs_that_are_equal_line_by_line_are_said_to_be_the_same_program(tmp_path):
+    assert "PALSGD is the same program as DDP" in headline(made_up(tmp_path), demo.LINK)
 
 
 def test_a_link_is_said_with_its_rate_first():
