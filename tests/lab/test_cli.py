@@ -12,7 +12,7 @@ import yaml
 from palsgd import progress
 from palsgd.lab import cli, workloads
 from palsgd.lab.cli import running, sweep_command, train_command
-from support.commands import apart, environment, lines, palsgd, summary
+from support.commands import apart, environment, lines, palsgd, records, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
 COMMANDS = [each.name or each.callback.__name__ for each in cli.app.registered_commands] + [
@@ -296,4 +296,4 @@ def test_compare_runs_the_methods_it_is_told_in_that_order(tmp_path):
     said = palsgd("compare", "digits", *SMALL, "--methods", "palsgd, ddp", "--no-report",
                   "--out", tmp_path / "x")  # fmt: skip
     assert said.code == 0
-    assert list(summary(tmp_path / "x")) == ["palsgd", "ddp"]
+    assert list(records(tmp_path / "x")) == ["palsgd", "ddp"]

@@ -94,6 +94,7 @@ def test_the_demo_fixes_seeds_and_tuned_settings_and_trains_the_mixing_method_fi
     assert names[0] == f"palsgd,seed={demo.FIRST_SEED}"
     assert {each.seed for each in list(found.values())[:4]} == {demo.FIRST_SEED}
     assert {each.split for each in found.values()} == {"test"}
+    assert all(each.tuned for each in found.values())
 
 
 def test_a_link_that_cannot_be_emulated_is_refused_before_anything_is_written(tmp_path):
@@ -104,13 +105,9 @@ def test_a_link_that_cannot_be_emulated_is_refused_before_anything_is_written(tm
 
 
 def small(seeds=2):
-    found = demo.demo_runs(steps=16)
-    wanted = {"ddp", "palsgd"}
-    few = {name: each for name, each in found.items() if each.method in wanted}
-    return {
-        name: each.changed({"workers": 2, "warmup_steps": 2, "evaluate_every": 8, "sync_every": 4})
-        for name, each in list(few.items())[: 2 * seeds]
-    }
+    tiny = {"steps": 16, "workers": 2, "warmup_steps": 2, "evaluate_every": 8, "sync_every": 4}
+    found = [run for run in demo.demo_runs().items() if run[1].method in ("ddp", "palsgd")]
+    return {name: each.changed(tiny) for name, each in found[: 2 * seeds]}
 
 
 def test_where_no_link_can_be_emulated_the_measured_steps_are_projected_and_it_says_so(

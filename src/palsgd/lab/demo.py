@@ -18,11 +18,10 @@ from palsgd.lab.launcher import Job, affordable
 from palsgd.lab.links import Link, job_main, unavailable
 from palsgd.lab.methods import default_names, mixing
 from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.run_list import with_seeds
+from palsgd.lab.run_list import compared_runs
 from palsgd.lab.run_set import Options, check_folder, run_all
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
-from palsgd.lab.tuning.tuned_file import shipped, tuned_settings
 from palsgd.lab.workloads import recipe
 
 RECIPE = "digits"
@@ -32,23 +31,15 @@ FIRST_SEED = 1
 OVER_LINK_S = 40.0  # of training over the emulated link
 
 
-def demo_runs(steps: int | None = None) -> dict[str, Settings]:
-    """Every method with its tuned settings and all seeds, the mixing method first, which is what
-    the demo is about and is the first to be trained over the link."""
+def demo_runs() -> dict[str, Settings]:
+    """Every method with its tuned settings and all seeds, seed by seed. The mixing method is first,
+    which is what the demo is about: it is the first to be trained over the link."""
     # checkpoints would be waited for over the link; the whole demo is done again as quickly
     base = recipe(RECIPE).changed({"seed": FIRST_SEED, "checkpoint_every": 10**6})
     names = sorted(default_names(), key=lambda name: name != mixing().name)
-    chosen = {name: _settings(name, base) for name in names}
-    if steps is not None:
-        chosen = {name: each.changed({"steps": steps}) for name, each in chosen.items()}
-    runs = with_seeds(chosen, SEEDS)
-    return dict(sorted(runs.items(), key=lambda run: run[1].seed))  # seed by seed
-
-
-def _settings(method: str, base: Settings) -> Settings:
-    if RECIPE not in shipped():
-        return base.changed({"method": method})
-    return tuned_settings(RECIPE, method, base)
+    wanted = {name: base.changed({"method": name}) for name in names}
+    runs, _ = compared_runs(wanted, recipe=RECIPE, seeds=SEEDS)
+    return dict(sorted(runs.items(), key=lambda run: run[1].seed))
 
 
 def run_demo(

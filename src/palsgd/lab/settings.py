@@ -60,6 +60,7 @@ class Settings:
     target: float | None = None  # the quality that a run is to reach; None: what DDP ends with
     target_on: str = "loss"  # whose quality that is
     margin: float = 0.01  # the relative difference of losses that counts as none
+    tuned: str | None = None  # the file of palsgd tune that these settings are from, and its hash
 
     precision: str = "fp32"
     seed: int = 2023

@@ -70,6 +70,13 @@ Controls = Annotated[
         "rate alone, equal gradients, and more.",
     ),
 ]
+Tuned = Annotated[
+    str | None,
+    typer.Option(
+        help="A file of palsgd tune, with settings for each method; none: the recipe's for all.",
+        show_default="the recipe's, if it comes with one",
+    ),
+]
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="All workers in this process, on one device.")
 ]
