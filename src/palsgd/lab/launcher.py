@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import gc
 import logging
 import math
 import os
@@ -131,9 +132,9 @@ def work(
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
         jobs = _as_rank_0_has_them(jobs)
-        _time(jobs, device, loaded, link)
+        time_jobs(jobs, device, loaded, link)
         if within_s < math.inf:
-            jobs = _as_rank_0_has_them(_affordable(jobs, within_s))
+            jobs = _as_rank_0_has_them(affordable(jobs, within_s))
         for job in jobs:
             try:
                 _work_on(job, device, loaded, whole)
@@ -144,8 +145,11 @@ def work(
         dist.destroy_process_group()
 
 
-def _time(
-    jobs: list[Job], device: torch.device, load: Callable[..., Workload], link: str | None
+def time_jobs(
+    jobs: list[Job],
+    device: torch.device,
+    load: Callable[..., Workload],
+    link: str | None = None,
 ) -> None:
     """Time the steps of all jobs that are compared, in turn, before the first one is trained. What
     a collection has timed already is not timed again, so that a resumed one keeps its seconds."""
@@ -158,6 +162,7 @@ def _time(
         session = measure(runs, _workload(alike[0], device, load), link=link)
         if dist.get_rank() == 0:
             record.add(alike[0].folder.parent, session)
+    gc.collect()  # the programs that were timed, and their memory
     dist.barrier()
 
 
@@ -168,7 +173,7 @@ def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
     return list(found.values())
 
 
-def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
+def affordable(jobs: list[Job], within_s: float) -> list[Job]:
     """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
     found = []
     for job in jobs:
@@ -186,6 +191,7 @@ def _work_on(
 ) -> None:
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
+    gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
     Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train(whole)
 
 

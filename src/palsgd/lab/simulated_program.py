@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-import palsgd
 from palsgd import references
 from palsgd.lab.factory import low_precision
 from palsgd.lab.forecast import work_of
@@ -99,9 +98,6 @@ def simulate_runs(
             vectorize=vectorize,
             at_once=len(runs) if resume else None,
             progress=False,
-            cluster=None
-            if settings.cluster is None
-            else palsgd.Cluster.parse(settings.cluster, workers=settings.workers),
         ):
             made = [
                 SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together

@@ -13,6 +13,7 @@ from palsgd.lab.cli.common_options import (
     MixProb,
     MixRate,
     OnCluster,
+    OnLink,
     Out,
     Pull,
     Quiet,
@@ -44,6 +45,7 @@ def compare(
     ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
+    link: OnLink = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
@@ -86,4 +88,5 @@ def compare(
     for remark in remarks:
         typer.echo(remark, err=True)
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
-         download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
+         download=download, device=device, force=force, resume=resume, quiet=quiet,
+         link=link)  # fmt: skip
