@@ -476,7 +476,8 @@ def interrupted(folder, real):
 def test_ctrl_c_ends_all_processes_with_130_and_one_line_how_to_go_on(interrupted):
     assert interrupted["code"] == 130
     (line,) = interrupted["err"].splitlines()
-    assert line.startswith("palsgd: stopped; what is done is kept. Go on with: palsgd train digits")
+    kept = f"kept: 1 run up to the last checkpoint (step {interrupted['stopped_at']})"
+    assert line.startswith(f"palsgd: stopped; {kept}. Go on with: palsgd train digits")
     assert line.endswith("--resume")
 
 
