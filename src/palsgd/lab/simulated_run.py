@@ -23,6 +23,7 @@ from palsgd.lab.summary import summarize
 from palsgd.lab.trainer import WARMUP_LINES, run_config, start_line
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
+from palsgd.simulator import Result
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = (
@@ -168,7 +169,7 @@ class SimulatedRun:
         self._take(history)
         self._write()
 
-    def finish(self, result: palsgd.simulator.Result) -> None:
+    def finish(self, result: Result) -> None:
         self.pause(result.history)
         if not self._writes:
             return
