@@ -137,7 +137,7 @@ class SimulatedRun:
             model = self.workload.model().to(self.workload.device)
         loss, metric = self._evaluate(model)
         first = start_line(self.settings, self.steps, self.settings.workers)
-        self._lines = [first | {"loss": loss, "metric": metric}]
+        self._lines = [first | {"simulation_s": 0.0, "loss": loss, "metric": metric}]
         if self._writes:
             config = run_config(
                 self.settings, self.workload, self.steps, engine=engine, model=model
