@@ -86,7 +86,7 @@ def make_stories(folder: Path, rng: np.random.Generator, count: int) -> None:
         words = rng.integers(0, 50_000, lengths.sum() + stories + 1).astype(np.uint16)
         words[np.concatenate([[0], np.cumsum(lengths + 1)])] = END
         words.tofile(folder / f"{split}.bin")
-        record = {"stories": stories, "tokens": int(len(words)), "sources": []}
+        record = {"stories": stories, "tokens": len(words), "sources": []}
         (folder / f"{split}.json").write_text(json.dumps(record))
 
 

@@ -56,7 +56,7 @@ def tuned_elsewhere(source: Path | str, base: Settings) -> str | None:
 
 def read_tuned(source: Path | str) -> dict[str, Any]:
     """The contents of a tuned.yaml, by its path or by the name of the recipe it comes with."""
-    return _read(_path_of(source))
+    return _read(tuned_path(source))
 
 
 def write_tuned(path: Path, record: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def write_tuned(path: Path, record: dict[str, Any]) -> None:
     _read.cache_clear()
 
 
-def _path_of(source: Path | str) -> Path:
+def tuned_path(source: Path | str) -> Path:
     beside = SHIPPED / f"{source}.yaml"
     if not Path(source).suffix and beside.exists():
         return beside
