@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from palsgd.lab.data import cifar10
+from support.commands import records
 from support.patience import patient
 from support.pictures import write_original
 from support.places import SHARED
@@ -68,7 +69,7 @@ def test_the_small_cnn_study_starts_with_one_command(tmp_path):
         "--out", str(tmp_path / "study"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "study" / "summary.json").read_text())
+    rows = records(tmp_path / "study")
     assert len(rows) == 8
     assert [rows[f"workers={k},method=palsgd"]["steps"] for k in (2, 4)] == [10, 5]
     assert all(0 <= row["final_metric"] <= 1 for row in rows.values())

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from palsgd.lab.comparison import compared
-from support.commands import apart, palsgd, summary
+from support.commands import apart, palsgd, records
 
 SHORT = ("inner=sgd", "steps=24", "workers=2", "sync_every=8", "warmup_steps=4")
 
@@ -20,7 +19,7 @@ def test_a_point_that_diverges_ends_alone_and_is_not_tried_again(tmp_path, way):
     said = call(*command)
     assert said.code == 1
     assert "1 of the runs failed (lr=1e30" in said.err
-    assert set(summary(out)) == {"lr=0.05", "lr=0.02"}
+    assert set(records(out)) == {"lr=0.05", "lr=0.02"}
     assert "nan" in (out / "lr=1e30" / "failed.txt").read_text()
     written = {path: path.stat().st_mtime for path in out.glob("*/metrics.jsonl")}
     assert call(*command, "--resume").code == 1
@@ -34,28 +33,13 @@ def test_ddp_that_diverges_fails_in_processes_too(tmp_path):
     assert "the validation loss is nan" in said.err
 
 
-def record(method, metric, **more):
-    return {"method": method, "final_metric": metric, "gradient_steps": 10, "wall_s": 1.0, **more}
-
-
-def test_the_target_is_that_of_the_ddp_run_most_alike():
-    settings = {
-        "a": {"method": "ddp", "steps": 100, "lr": 0.1},
-        "b": {"method": "ddp", "steps": 1000, "lr": 0.1},
-        "c": {"method": "palsgd", "steps": 1000, "lr": 0.1},
-    }
-    records = {"a": record("ddp", 0.7), "b": record("ddp", 0.9), "c": record("palsgd", 0.8)}
-    found = compared(records, {name: [] for name in records}, True, settings)
-    assert [found[name]["target"] for name in "abc"] == [0.7, 0.9, 0.9]
-
-
 def test_force_starts_the_whole_folder_over(tmp_path):
     out = tmp_path / "runs"
     common = ("digits", *SHORT, "--simulate", "--no-report", "--out", out)
     assert palsgd("compare", *common, "--methods", "ddp,palsgd").code == 0
     said = palsgd("compare", *common, "--methods", "diloco", "--force")
     assert said.code == 0
-    assert set(summary(out)) == {"diloco"}
+    assert set(records(out)) == {"diloco"}
     assert "palsgd" not in said.out.replace(str(out), "")
 
 

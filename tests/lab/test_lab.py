@@ -27,6 +27,7 @@ from support.commands import (
     lines,
     members,
     palsgd,
+    records,
     saved_step,
     started,
     strict_json,
@@ -63,7 +64,13 @@ SUMMARY_KEYS = {
     "method", "workload", "workers", "seed", "simulated", "final_loss", "final_metric", "best_loss",
     "best_metric", "best_step", "steps", "gradient_steps", "syncs", "bytes_sent", "wall_s",
     "target", "steps_to_target", "gradient_steps_to_target", "time_to_target_s", "bytes_to_target",
-    "metric_at_equal_gradients", "metric_at_equal_time", "waiting_s", "sync_s",
+    "metric_at_equal_steps", "metric_at_equal_gradients", "metric_at_equal_examples",
+    "metric_at_equal_time", "waiting_s", "sync_s",
+}  # fmt: skip
+# Of a setting in its collection
+COLLECTION_KEYS = SUMMARY_KEYS | {
+    "seeds", "final_loss_interval", "final_metric_interval", "best_loss_interval",
+    "best_metric_interval",
 }  # fmt: skip
 LINE_KEYS = {
     "step", "gradient_steps", "time_s", "bytes_sent", "syncs", "train_loss", "lr", "distance",
@@ -126,11 +133,17 @@ every_method = pytest.mark.parametrize("method", METHODS)
 @both
 def test_compare_writes_every_documented_figure_for_each_method(which, request):
     out = request.getfixturevalue(which)
-    records = summary(out)
-    assert list(records) == list(METHODS)
-    for method, record in records.items():
-        assert set(record) == SUMMARY_KEYS
-        assert record == summary(out / method)
+    found = records(out)
+    assert list(summary(out)) == [*METHODS, "target", "verdicts"]
+    assert summary(out)["target"] == {
+        "value": pytest.approx(1.01 * found["ddp"]["final_loss"]), "on": "loss", "margin": 0.01,
+        "source": "ddp's mean final loss over one seed + 1%",
+    }  # fmt: skip
+    for method, record in found.items():
+        assert set(summary(out / method)) == SUMMARY_KEYS
+        assert set(record) - {"difference_interval"} == COLLECTION_KEYS
+        assert record.items() >= summary(out / method).items()
+        assert record["seeds"] == [7]
         assert (record["method"], record["workload"]) == (method, "digits")
         assert (record["workers"], record["seed"], record["steps"]) == (2, 7, STEPS)
         assert record["simulated"] == (which == "simulated")
@@ -138,13 +151,13 @@ def test_compare_writes_every_documented_figure_for_each_method(which, request):
         assert 0.8 < record["final_metric"] <= 1
         assert record["bytes_sent"] > 0
         assert record["wall_s"] > 0
-        assert record["target"] == records["ddp"]["final_metric"]
-    assert records["ddp"]["syncs"] == records["ddp"]["gradient_steps"] == STEPS
-    assert records["ddp"]["steps_to_target"] is not None
-    assert records["ddp"]["time_to_target_s"] is not None
-    assert records["palsgd"]["syncs"] == records["diloco"]["syncs"] == WARMUP + len(SYNCS)
-    assert records["palsgd"]["gradient_steps"] < records["diloco"]["gradient_steps"] == STEPS
-    assert records["palsgd"]["bytes_sent"] < records["ddp"]["bytes_sent"] / 4
+        assert record["target"] == summary(out)["target"]["value"]
+    assert found["ddp"]["syncs"] == found["ddp"]["gradient_steps"] == STEPS
+    assert found["ddp"]["steps_to_target"] is not None
+    assert (found["ddp"]["time_to_target_s"] is not None) == (which == "real")
+    assert found["palsgd"]["syncs"] == found["diloco"]["syncs"] == WARMUP + len(SYNCS)
+    assert found["palsgd"]["gradient_steps"] < found["diloco"]["gradient_steps"] == STEPS
+    assert found["palsgd"]["bytes_sent"] < found["ddp"]["bytes_sent"] / 4
     assert (out / "report.html").stat().st_size > 10_000
 
 
@@ -153,7 +166,8 @@ def test_compare_writes_every_documented_figure_for_each_method(which, request):
 def test_a_run_has_the_documented_lines_in_order(which, method, request):
     run = request.getfixturevalue(which) / method
     found = lines(run)
-    assert all(set(line) in (LINE_KEYS, LINE_KEYS | {"loss", "metric"}) for line in found)
+    keys = LINE_KEYS | ({"simulation_s"} if which == "simulated" else set())
+    assert all(set(line) in (keys, keys | {"loss", "metric", "train_metric"}) for line in found)
     for key in ("step", "gradient_steps", "time_s", "bytes_sent", "syncs"):
         assert all(a[key] <= b[key] for a, b in pairwise(found)), key
     assert all(len(line["distance"]) == 2 for line in found)
@@ -182,7 +196,8 @@ def test_the_model_is_evaluated_at_the_first_exchange_from_each_multiple_on(whic
 @both
 def test_config_tells_settings_and_machine(which, request):
     config = yaml.safe_load((request.getfixturevalue(which) / "palsgd/config.yaml").read_text())
-    assert set(config) == set(Settings(workload="digits").as_dict()) | MACHINE_KEYS
+    machine = MACHINE_KEYS | ({"program"} if which == "simulated" else set())
+    assert set(config) == set(Settings(workload="digits").as_dict()) | machine
     known = {
         "schema": 1, "method": "palsgd", "workers": 2, "steps": STEPS, "sync_every": H, "seed": 7,
         "mix_prob": 0.2, "mix_rate": 4.0, "evaluate_every": EVERY, "metric": "accuracy",
@@ -196,7 +211,7 @@ def test_config_tells_settings_and_machine(which, request):
 @both
 def test_pandas_reads_the_files_in_one_line(which, request):
     out = request.getfixturevalue(which)
-    table = pandas.read_json(out / "summary.json", orient="index")
+    table = pandas.read_json(out / "summary.json", typ="series")[:-2].apply(pandas.Series)
     assert list(table.index) == list(METHODS)
     figures = summary(out)["palsgd"]
     assert table.loc["palsgd", "final_loss"] == pytest.approx(figures["final_loss"], rel=1e-12)
@@ -342,17 +357,17 @@ def test_the_global_model_that_was_best_is_kept(real, simulated):
 
 
 def test_every_point_of_a_sweep_agrees_between_processes_and_simulator(sweep):
-    records, others = summary(sweep[0]), summary(sweep[1])
-    assert set(records) == set(others)
-    assert len(records) == 4
-    for name, record in records.items():
+    found, others = records(sweep[0]), records(sweep[1])
+    assert set(found) == set(others)
+    assert len(found) == 4
+    for name, record in found.items():
         tolerance = 0.02 if "bf16" in name else 1e-4
         assert record["final_loss"] == pytest.approx(others[name]["final_loss"], abs=tolerance)
 
 
 def test_records_of_a_sweep_tell_the_swept_fields(sweep):
     for out in sweep:
-        for name, record in summary(out).items():
+        for name, record in records(out).items():
             assert set(record) >= {"micro_batches", "precision", "lr_warmup_steps", "max_norm"}
             assert (
                 f"micro_batches={record['micro_batches']},precision={record['precision']}" in name
@@ -361,20 +376,20 @@ def test_records_of_a_sweep_tell_the_swept_fields(sweep):
 
 def test_four_parts_of_a_batch_give_the_gradient_of_the_whole(sweep):
     for out in sweep:
-        records = summary(out)
-        for name, record in records.items():
+        found = records(out)
+        for name, record in found.items():
             if "micro_batches=1,precision=fp32" in name:
-                parts = records[name.replace("micro_batches=1", "micro_batches=4")]
+                parts = found[name.replace("micro_batches=1", "micro_batches=4")]
                 assert parts["final_loss"] == pytest.approx(record["final_loss"], abs=1e-4)
                 assert parts["gradient_steps"] == record["gradient_steps"]
 
 
 def test_bf16_runs_and_rounds_otherwise_than_fp32(sweep):
     for out in sweep:
-        records = summary(out)
-        for name, record in records.items():
+        found = records(out)
+        for name, record in found.items():
             if "precision=bf16" in name:
-                full = records[name.replace("bf16", "fp32")]["final_loss"]
+                full = found[name.replace("bf16", "fp32")]["final_loss"]
                 assert record["final_loss"] != full
                 assert record["final_loss"] == pytest.approx(full, abs=0.05)
 
@@ -476,7 +491,8 @@ def interrupted(folder, real):
 def test_ctrl_c_ends_all_processes_with_130_and_one_line_how_to_go_on(interrupted):
     assert interrupted["code"] == 130
     (line,) = interrupted["err"].splitlines()
-    assert line.startswith("palsgd: stopped; what is done is kept. Go on with: palsgd train digits")
+    kept = f"kept: 1 run up to the last checkpoint (step {interrupted['stopped_at']})"
+    assert line.startswith(f"palsgd: stopped; {kept}. Go on with: palsgd train digits")
     assert line.endswith("--resume")
 
 
@@ -520,7 +536,7 @@ def test_finished_points_of_a_sweep_are_not_run_again(tmp_path):
     after = written(tmp_path)
     assert len(after) == 3
     assert {name: after[name] for name in before} == before
-    assert set(summary(tmp_path)) == set(after)
+    assert set(records(tmp_path)) == set(after)
 
 
 def test_a_stopped_sweep_keeps_its_finished_points(tmp_path, monkeypatch):
@@ -542,7 +558,7 @@ def test_a_stopped_sweep_keeps_its_finished_points(tmp_path, monkeypatch):
     assert palsgd(*shlex.split(said.line.partition("Go on with: palsgd ")[2])).code == 0
     assert len(calls) == 3 + 2
     assert {name: written(tmp_path)[name] for name in before} == before
-    assert len(summary(tmp_path)) == 4
+    assert len(records(tmp_path)) == 4
 
 
 def test_points_that_share_a_program_end_as_each_alone(tmp_path):
@@ -558,7 +574,7 @@ def test_points_that_share_a_program_end_as_each_alone(tmp_path):
         runs, tmp_path / "apiece", Options(simulate=True, quiet=True, share_program=False)
     )
     exact = run_all(runs, tmp_path / "exact", Options(simulate=True, quiet=True, vectorize=False))
-    assert len({record["final_loss"] for record in together.values()}) == len(runs)
+    assert len({together[name]["final_loss"] for name in runs}) == len(runs)
     for name in runs:
         one = lines(tmp_path / "together" / name)
         for other in ("apiece", "exact"):
@@ -579,20 +595,23 @@ def test_a_random_sweep_runs_as_many_points_as_asked_for(tmp_path):
     said = palsgd("sweep", "digits", "lr=1e-4..1e-2", "mix_prob=0.05..0.5", *TINY, "--random", 3,
                   "--out", tmp_path)  # fmt: skip
     assert said.code == 0, said.err
-    records = summary(tmp_path)
-    assert len(records) == 3
-    assert all(1e-4 <= record["lr"] <= 1e-2 for record in records.values())
+    found = records(tmp_path)
+    assert len(found) == 3
+    assert all(1e-4 <= record["lr"] <= 1e-2 for record in found.values())
 
 
-def test_targets_of_a_sweep_are_those_of_the_same_seed(tmp_path):
+def test_a_sweep_over_seeds_has_one_record_and_one_target_for_all_of_them(tmp_path):
     said = palsgd("sweep", "digits", "method=ddp,diloco", "seed=1,2", "steps=30", "warmup_steps=2",
                   "sync_every=4", "workers=2", "--simulate", "--no-report",
                   "--out", tmp_path)  # fmt: skip
     assert said.code == 0, said.err
-    records = summary(tmp_path)
-    for seed in (1, 2):
-        target = records[f"method=ddp,seed={seed}"]["final_metric"]
-        assert records[f"method=diloco,seed={seed}"]["target"] == target
+    found = records(tmp_path)
+    assert list(found) == ["method=ddp", "method=diloco"]
+    ends = [summary(tmp_path / f"method=ddp,seed={seed}")["final_loss"] for seed in (1, 2)]
+    assert found["method=ddp"]["final_loss"] == pytest.approx(sum(ends) / 2)
+    assert found["method=ddp"]["seeds"] == [1, 2]
+    for record in (*found.values(), summary(tmp_path / "method=diloco,seed=2")):
+        assert record["target"] == pytest.approx(1.01 * sum(ends) / 2)
 
 
 # -- recipes -------------------------------------------------------------------------------------

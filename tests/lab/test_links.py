@@ -20,7 +20,7 @@ from palsgd.lab.links.kernel import NAMESPACES, remove_leftovers
 from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.payload import wire_bytes
 from support import namespaces as namespaces_support
-from support.commands import palsgd, started, summary, wait_for
+from support.commands import palsgd, records, started, summary, wait_for
 from support.holding import holder
 from support.namespaces import needs_namespaces
 from support.patience import patient
@@ -411,7 +411,7 @@ def test_bench_link_runs_all_methods_and_its_ledgers_agree_with_the_kernel(tmp_p
     ring = found["ring"]
     assert ring["theory_s"] == pytest.approx(8 * ring["bytes"] / 10e6 + 2 * 2e-3)
     assert ring["seconds"] >= 2 * 2e-3
-    assert list(found["methods"]) == list(summary(tmp_path / "x"))
+    assert list(found["methods"]) == list(records(tmp_path / "x"))
     assert sorted(found["methods"]) == ["ddp", "diloco", "localsgd", "palsgd"]
     for name, record in found["methods"].items():
         assert 1.0 <= record["kernel_over_ring"] < 1.5, name

@@ -103,6 +103,12 @@ def summary(folder: Path) -> dict:
     return strict_json((folder / "summary.json").read_text())
 
 
+def records(folder: Path) -> dict:
+    """Of a collection: the settings' records, without the target and the verdicts."""
+    found = summary(folder)
+    return {name: found[name] for name in found if name not in ("target", "verdicts")}
+
+
 def lines(folder: Path, name: str = "metrics") -> list[dict]:
     return [strict_json(text) for text in (folder / f"{name}.jsonl").read_text().splitlines()]
 

@@ -1,9 +1,11 @@
 """`palsgd compare` and `palsgd sweep` from Python: `palsgd.lab.compare`, `palsgd.lab.sweep`."""
 
+import shutil
 import tempfile
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from palsgd.lab import workloads
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
-from palsgd.lab.methods import default_names
+from palsgd.lab.methods import default_names, runs_of, whole_names
 from palsgd.lab.run_folder import Line, Run, find_runs
-from palsgd.lab.run_list import with_controls, with_seeds
+from palsgd.lab.run_list import compared_runs, with_seeds
 from palsgd.lab.run_set import FailedRunsError, Options, grid_of, run_all
 from palsgd.lab.settings import Settings
 
@@ -27,7 +29,6 @@ class Result:
 
     folder: Path
     failed: Mapping[str, str | None]  # runs that ended early by themselves, with the reason
-    kept_by: Any = field(default=None, repr=False)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -74,6 +75,7 @@ def compare(
     seeds: int = 1,
     simulate: bool = True,
     controls: bool = False,
+    tuned: Path | str | None = None,
     out: Path | str | None = None,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -87,6 +89,8 @@ def compare(
         seeds: so many for every method, counted from `seed`. One gives curves and no verdict.
         simulate: all workers in this process; False: real processes.
         controls: also run what tells the parts of a mixing method apart.
+        tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
+            it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.
         options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
         settings: any other settings, as `steps=600` or `lr=0.002`.
@@ -100,13 +104,15 @@ def compare(
         result.frame.groupby(["label", "step"]).loss.mean()
     """
     given = settings if workers is None else {**settings, "workers": workers}
+    names = whole_names(_names(methods))  # first: settings may be those of a user's own method
     base = workloads.recipe(workload).changed(given)
-    runs = {name: base.changed({"method": name}) for name in _names(methods)}
-    if controls:
-        runs, left_out = with_controls(runs, seeds=seeds)
-        for name, reason in left_out.items():
-            warnings.warn(f"the control {name} is left out, as {reason}", stacklevel=2)
-    return _run(with_seeds(runs, seeds), out, simulate, options)
+    runs, remarks = compared_runs(
+        runs_of(base, names), recipe=workload, seeds=seeds, controls=controls, tuned=tuned,
+        given=given,
+    )  # fmt: skip
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=2)
+    return _run(runs, out, simulate, options)
 
 
 def sweep(
@@ -131,12 +137,14 @@ def sweep(
     Example:
         result = palsgd.lab.sweep("digits", method=["ddp", "palsgd"], lr=[0.001, 0.002], seeds=3)
     """
+    own = settings.get("method", ())
+    whole_names([own] if isinstance(own, str) else own)  # its settings must be known first
     lists = {name: list(value) for name, value in settings.items() if _is_list(value)}
     rest = {name: value for name, value in settings.items() if name not in lists}
     if "seed" in lists and seeds > 1:
         raise ValueError(f"seeds={seeds} and seed={lists['seed']} both name seeds; give one")
     base = workloads.recipe(workload).changed(rest)
-    points = grid_of(base, lists) if lists else {base.method: base}
+    points = grid_of(base, lists) if lists else runs_of(base, [base.method])
     return _run(with_seeds(points, seeds), out, simulate, options, swept=tuple(lists))
 
 
@@ -147,8 +155,7 @@ def _run(
     options: Mapping[str, Any] | None,
     swept: Sequence[str] = (),
 ) -> Result:
-    kept_by = tempfile.TemporaryDirectory(prefix="palsgd-") if out is None else None
-    folder = Path(kept_by.name if kept_by is not None else out or "")
+    folder = Path(tempfile.mkdtemp(prefix="palsgd-") if out is None else out)
     failed: Mapping[str, str | None] = {}
     try:
         run_all(
@@ -157,7 +164,10 @@ def _run(
     except FailedRunsError as error:
         failed = error.reasons
         warnings.warn(str(error), stacklevel=3)
-    return Result(folder, failed, kept_by)
+    result = Result(folder, failed)
+    if out is None:
+        weakref.finalize(result, shutil.rmtree, folder, ignore_errors=True)
+    return result
 
 
 def _figures(line: Line) -> dict[str, Any]:

@@ -179,6 +179,10 @@ class Comparison:
         return relative_difference(own, others)
 
     def finals(self) -> list[Final]:
+        return self._finals
+
+    @cached_property
+    def _finals(self) -> list[Final]:
         return [self._final(group) for group in self.groups if self.final_losses(group)]
 
     def _final(self, group: Group) -> Final:
@@ -210,6 +214,10 @@ class Comparison:
         }
 
     def to_target(self) -> list[ToTarget]:
+        return self._to_targets
+
+    @cached_property
+    def _to_targets(self) -> list[ToTarget]:
         return [
             self._to_target(group, target)
             for group in self.groups

@@ -123,6 +123,10 @@ def _word(comparison: "Comparison", verdict: Verdict | None, difference: Interva
     return f"{verdict.word} ({margin})"
 
 
+def _may_judge(comparison: "Comparison", difference: Interval) -> bool:
+    return difference.n > 1 and is_tuned(comparison)
+
+
 def is_tuned(comparison: "Comparison") -> bool:
     """Has every method settings that were tuned for it?"""
     return all(run.config.get("tuned") for run in comparison.runs)
@@ -235,8 +239,11 @@ def _parts(comparison: "Comparison", group: Group, controls: dict[Recipe, Group]
         found = comparison.difference(own, other)
         if found is None:
             return f"{group.label}'s controls have no seed in common: no parts."
-        scale = abs(fmean(comparison.final_losses(other).values())) / abs(base)
-        parts.append(f"{name} {_signed(found.scaled(scale))}")
+        scaled = found.scaled(abs(fmean(comparison.final_losses(other).values())) / abs(base))
+        word = (
+            f" ({judge(scaled, comparison.margin).word})" if _may_judge(comparison, found) else ""
+        )
+        parts.append(f"{name} {_signed(scaled)}{word}")
     return (
         f"Of {group.label}'s difference from {plain.label}, in shares of its "
         f"{comparison.quality.name} (above zero: worse): {', '.join(parts)}."
@@ -256,10 +263,15 @@ def _limits(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
             counts,
             f"{run.workload}, K = {', '.join(map(str, workers))}",
             _seconds(comparison),
-            *([] if is_tuned(comparison) else [UNTUNED]),
+            _tuning(comparison),
             *_floors(comparison),
         ]
     ) + "."  # fmt: skip
+
+
+def _tuning(comparison: "Comparison") -> str:
+    files = dict.fromkeys(str(run.config.get("tuned")) for run in comparison.runs)
+    return f"tuned by {', '.join(files)}" if is_tuned(comparison) else UNTUNED
 
 
 def _seconds(comparison: "Comparison") -> str:

@@ -13,6 +13,7 @@ from palsgd.lab.cli.common_options import (
     MixProb,
     MixRate,
     OnCluster,
+    OnLink,
     Out,
     Pull,
     Quiet,
@@ -25,6 +26,7 @@ from palsgd.lab.cli.common_options import (
     Simulate,
     Steps,
     SyncEvery,
+    Tuned,
     Workers,
     cluster_fields,
     method_names,
@@ -32,6 +34,7 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
+from palsgd.lab.settings import assignments
 
 
 def compare(
@@ -42,6 +45,7 @@ def compare(
     ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
+    link: OnLink = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
@@ -50,6 +54,7 @@ def compare(
     seed: Seed = None,
     seeds: Seeds = 1,
     controls: Controls = False,
+    tuned: Tuned = None,
     out: Out = None,
     data: Data = None,
     download: Download = False,
@@ -65,19 +70,23 @@ def compare(
 
     Example: palsgd compare digits --simulate --seeds 5 --controls
     """
-    from palsgd.lab.run_list import with_controls, with_seeds
+    from palsgd.lab.methods import runs_of
+    from palsgd.lab.run_list import compared_runs
 
+    flags = {
+        "workers": workers, "ranks_per_worker": ranks_per_worker, "steps": steps,
+        "sync_every": sync_every, "mix_prob": mix_prob, "mix_rate": mix_rate, "pull": pull,
+        "seed": seed, "cluster": cluster_fields(cluster),
+    }  # fmt: skip
     names = method_names(methods)  # first: settings may be those of a user's own method
-    settings = settings_from(
-        recipe, changes, workers=workers, ranks_per_worker=ranks_per_worker, steps=steps,
-        sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
-        cluster=cluster_fields(cluster),
+    settings = settings_from(recipe, changes, **flags)
+    given = {name for name, value in flags.items() if value is not None}
+    runs, remarks = compared_runs(
+        runs_of(settings, names), recipe=recipe, seeds=seeds, controls=controls, tuned=tuned,
+        given=given | assignments(changes or []).keys(),
     )  # fmt: skip
-    runs = {method: settings.changed({"method": method}) for method in names}
-    if controls:
-        runs, left_out = with_controls(runs, seeds=seeds)
-        for name, reason in left_out.items():
-            typer.echo(f"left out: the control {name}, as {reason}", err=True)
-    run_and_show(with_seeds(runs, seeds), out or new_folder(recipe), report, simulate=simulate,
-             data=data, download=download, device=device, force=force, resume=resume,
-             quiet=quiet)  # fmt: skip
+    for remark in remarks:
+        typer.echo(remark, err=True)
+    run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
+         download=download, device=device, force=force, resume=resume, quiet=quiet,
+         link=link)  # fmt: skip

@@ -7,24 +7,15 @@ from typing import Any, NoReturn
 
 import typer
 
-from palsgd.lab.cli.common_options import new_folder, runs_of
 from palsgd.lab.cli.output import fail, print_table
 from palsgd.lab.settings import Settings
 
 
-def run_compared(
-    settings: Settings, methods: tuple[str, ...], out: Path | None, name: str, *,
-    report: bool = True, **options: Any,
-) -> None:  # fmt: skip
-    run_and_show(
-        runs_of(settings, methods), out or new_folder(name), report, share_program=False, **options
-    )
-
-
 def run_and_show(
     runs: dict[str, Settings], out: Path, report: bool, *, swept: tuple[str, ...] = (),
-    **options: Any,
+    link: str | None = None, **options: Any,
 ) -> None:  # fmt: skip
+    """`link`: what the report and the table project seconds on."""
     from palsgd.lab.launcher import StoppedError, first_rank
     from palsgd.lab.run_set import FailedRunsError, Options, run_all
 
@@ -36,19 +27,19 @@ def run_and_show(
     except FailedRunsError as error:
         failure = error
     if first_rank():
-        show(out, report)
+        show(out, report, link)
     if failure is not None:
         raise failure
 
 
-def show(out: Path, report: bool) -> None:
+def show(out: Path, report: bool, link: str | None = None) -> None:
     """What the runs in a folder say, as far as they went."""
     from palsgd.lab.report import write_report
 
-    print_table([out])
+    print_table([out], link)
     typer.echo(f"results: {out}")
     if report:
-        typer.echo(f"report: {write_report([out], out / 'report.html')}")
+        typer.echo(f"report: {write_report([out], out / 'report.html', link=link)}")
 
 
 def stop(out: Path) -> NoReturn:

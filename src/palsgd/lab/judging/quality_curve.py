@@ -34,9 +34,14 @@ class QualityCurve:
                 raise ValueError(f"{axis} has {cost.shape} costs for {points} points")
 
     def mean(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """The lowest mean so far, at each point, over all seeds or the given rows."""
-        chosen = self.values if rows is None else self.values[rows]
-        return np.minimum.accumulate(chosen.mean(axis=0))
+        """The lowest mean so far, at each point, over all seeds or the given rows. Of several
+        draws of rows each has its own."""
+        chosen = np.arange(len(self.seeds)) if rows is None else rows
+        counts = (chosen[..., None] == np.arange(len(self.seeds))).sum(axis=-2)
+        finite = np.isfinite(self.values)
+        means = counts @ np.where(finite, self.values, 0.0) / chosen.shape[-1]
+        means = np.where(counts @ ~finite > 0, np.inf, means)
+        return np.minimum.accumulate(means, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -59,34 +64,45 @@ def reach(
     straight line. None: it never is. `noise`: factors of the cost, one per draw, where the cost
     itself is uncertain, as measured seconds are."""
     costs = curve.costs[axis]
-    at = float(crossing(curve.mean(), costs, np.array([level]))[0])
-    if math.isnan(at):
+    place = float(arrival(curve.mean(), level))
+    if math.isnan(place):
         return None
-    place = int(np.searchsorted(costs, at))
-    resolution = float(costs[place] - costs[place - 1]) if place > 0 else 0.0
+    at = float(cost_at(costs, place))
+    last = math.ceil(place)
+    resolution = float(costs[last] - costs[last - 1]) if last > 0 else 0.0
     n = len(curve.seeds)
     if n < 2:
         return Reached(Interval(at, -math.inf, math.inf, n, "one seed, no interval"), resolution)
-    drawn = np.array(
-        [crossing(curve.mean(rows), costs, np.array([level]))[0] for rows in resampled(n, draws)]
-    )
+    drawn = cost_at(costs, arrival(curve.mean(resampled(n, draws)), level))
     low, high = bounds(drawn if noise is None else drawn * noise)
     return Reached(Interval(at, low, high, n, f"95% bootstrap over {n} seeds"), resolution)
 
 
+def arrival(falling: np.ndarray, level: float) -> np.ndarray:
+    """The place, between two points by a straight line, at which falling curves (the last axis)
+    first are at most the level; nan where they never are. Costs grow along the same line, so that
+    a place has its cost on every axis."""
+    below = falling <= level
+    first = below.argmax(axis=-1)
+    before = np.maximum(first - 1, 0)
+    high = np.take_along_axis(falling, before[..., None], -1)[..., 0]
+    low = np.take_along_axis(falling, first[..., None], -1)[..., 0]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = (high - level) / (high - low)
+    # at the first point, and after one that is not finite, there is nothing to draw a line from
+    place = np.where((first > 0) & np.isfinite(high), before + share, first)
+    return np.where(below.any(axis=-1), place, np.nan)
+
+
+def cost_at(costs: np.ndarray, place: "np.ndarray | float") -> np.ndarray:
+    """What was spent at a place; nan stays nan."""
+    return np.interp(place, np.arange(len(costs)), costs)
+
+
 def crossing(falling: np.ndarray, costs: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """The cost at which a falling curve first is at most each level; nan where it never is."""
-    first = np.array([int(np.argmax(falling <= level)) for level in levels])
-    found = np.full(len(levels), np.nan)
-    for number, (at, level) in enumerate(zip(first, levels, strict=True)):
-        if falling[at] > level:
-            continue
-        if at == 0 or not np.isfinite(falling[at - 1]):  # nothing to draw a line from
-            found[number] = costs[at]
-            continue
-        share = (falling[at - 1] - level) / (falling[at - 1] - falling[at])
-        found[number] = costs[at - 1] + share * (costs[at] - costs[at - 1])
-    return found
+    """The cost at which falling curves first are at most each level, which is the last axis; nan
+    where they never are."""
+    return np.stack([cost_at(costs, arrival(falling, level)) for level in levels], axis=-1)
 
 
 def resampled(n: int, draws: int) -> np.ndarray:

@@ -55,7 +55,7 @@ def speed_up(
     if n < 2:
         unknown = np.full(len(levels), np.nan)
         return SpeedUp(levels, found, unknown, unknown, n)
-    drawn = np.stack([ratio(chosen) for chosen in resampled(n, draws)])
+    drawn = ratio(resampled(n, draws))
     if noise is not None:
         drawn = drawn * (noise[0] / noise[1])[:, None]
     band = np.array([_band(column, value) for column, value in zip(drawn.T, found, strict=True)])

@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palsgd import references
 from palsgd.lab import workloads
 from palsgd.lab.api import Result
-from palsgd.lab.methods import default_names
+from palsgd.lab.methods import default_names, whole_names
 from palsgd.lab.run_set import Options, check_folder
 from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.record import record_of, sentences
@@ -89,9 +90,13 @@ def tune(
         print(*tuning.verdicts, sep="\\n")
     """
     given = settings if workers is None else {**settings, "workers": workers}
+    names = (
+        default_names()
+        if methods is None
+        else whole_names(methods.split(",") if isinstance(methods, str) else methods)
+    )
     base = workloads.recipe(workload).changed(given)
-    name = f"{workload}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = methods.split(",") if isinstance(methods, str) else methods or default_names()
+    name = f"{references.short(workload)}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
     return run_tuning(
         workload, base, names, Path(out or Path("runs") / name / "tuned.yaml"),
         Options(**{"quiet": True, **(options or {})}, simulate=simulate),

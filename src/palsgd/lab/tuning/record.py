@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import palsgd
+from palsgd import references
 from palsgd.lab import workloads
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.provenance import provenance
@@ -91,7 +92,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
     found = []
     for method, own in record["methods"].items():
         values = ", ".join(f"{name}={value}" for name, value in own["settings"].items())
-        text = f"{method}: {values}: loss {_shown_loss(own['loss'])}"
+        text = f"{references.short(method)}: {values}: loss {_shown_loss(own['loss'])}"
         if own["edges"]:
             at = ", ".join(f"{field} at the {end}" for field, end in own["edges"].items())
             text += f"; at an edge of the search, better ones may lie beyond: {at}"
