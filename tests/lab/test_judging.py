@@ -1,4 +1,4 @@
-"""Intervals, verdicts, crossings and speed-ups, beside numbers worked out by hand and by others."""
+"""Intervals, verdicts, crossings, speed-ups and grids, beside numbers worked out by hand and by others."""
 
 import math
 
@@ -7,7 +7,9 @@ import pytest
 from scipy import stats
 
 from palsgd.lab.judging.interval import of_difference, of_mean, relative_difference
+from palsgd.lab.judging.noise_floor import noise_floor
 from palsgd.lab.judging.quality_curve import QualityCurve, crossing, reach
+from palsgd.lab.judging.robustness import Point, robustness
 from palsgd.lab.judging.speedup import speed_up
 from palsgd.lab.judging.verdict import Word, judge
 
@@ -158,3 +160,71 @@ def test_draws_in_which_a_method_never_arrives_lower_the_band_to_nothing():
     found = speed_up(ddp, odd, "step", np.array([1.0]))
     assert found.low[0] == 0.0
     assert found.high[0] == pytest.approx(1.0)
+
+
+# -- noise floor -----------------------------------------------------------------------------------
+
+
+def test_the_noise_floor_is_that_of_halves_of_the_seeds():
+    """Three seeds that reach 0.5 after 10, 20 and 40 steps: a half is one of them or two."""
+    values = [np.interp(np.arange(41), [0, at], [1.0, 0.5]) for at in (10, 20, 40)]
+    found = noise_floor(curve(values, np.arange(41)), "step", np.array([0.5]))
+    ratios = [a / b for a, b in ((10, 40), (20, 40), (40, 20))]  # of one seed to two others
+    assert found.low[0] == pytest.approx(min(ratios))
+    assert found.high[0] == pytest.approx(1 / min(ratios))
+    assert (found.ratio[0], found.pairs) == (1, 3)
+
+
+def test_seeds_without_a_difference_have_no_noise():
+    found = noise_floor(curve([[1.0, 0.5]] * 14, [0, 10]), "step", np.array([0.8, 0.5]))
+    assert found.low.tolist() == found.high.tolist() == [1, 1]
+
+
+def test_a_level_that_half_of_the_seeds_never_reaches_has_no_noise_floor():
+    found = noise_floor(curve([[1.0, 0.5], [1.0, 0.9]], [1, 10]), "step", np.array([0.95, 0.6]))
+    assert np.isfinite(found.low[0])
+    assert np.isnan(found.low[1])
+    assert np.isnan(noise_floor(curve([[1.0, 0.5]], [1, 10]), "step", np.array([0.9])).low[0])
+
+
+# -- robustness ------------------------------------------------------------------------------------
+
+
+def grid(*losses, **settings):
+    """Points along the first setting; a loss of each."""
+    (name, values), *others = settings.items()
+    return [
+        Point({name: value, **dict(others)}, loss)
+        for value, loss in zip(values, losses, strict=True)
+    ]
+
+
+def test_points_near_the_best_are_counted_by_hand():
+    points = grid(1.00, 1.03, 1.04, math.inf, lr=[1, 2, 3, 4])
+    found = robustness(points, best_of_all=0.98)
+    assert (found.points, found.best, found.near_own, found.near_all) == (4, 1.0, 2, 1)
+
+
+def test_heat_is_lr_times_h_times_the_gain_of_the_outer_step():
+    whole = Point({"lr": 0.1, "outer_lr": 0.5, "outer_momentum": 0.75, "sync_every": 20}, 1.0)
+    assert whole.heat == pytest.approx(0.1 * 20 * 0.5 / 0.25)
+    assert Point({"lr": 0.1, "sync_every": 20}, 1.0).heat == pytest.approx(2.0)
+    assert Point({"outer_lr": 0.5, "outer_momentum": 1.0}, 1.0).heat == math.inf
+
+
+def test_the_hottest_setting_that_trains_ends_below_twice_the_best():
+    points = grid(1.0, 1.5, 1.99, 2.0, math.inf, lr=[1, 2, 4, 8, 16])
+    hottest = robustness(points).hottest
+    assert (hottest.settings, hottest.loss) == ({"lr": 4}, 1.99)
+
+
+def test_of_equally_hot_settings_the_worst_counts():
+    points = [Point({"lr": 1, "sync_every": 4}, 1.0), Point({"lr": 2, "sync_every": 2}, 1.2)]
+    assert robustness(points).hottest is points[1]
+
+
+def test_a_grid_in_which_nothing_trains_has_no_hottest_setting():
+    found = robustness(grid(math.inf, math.inf, lr=[1, 2]))
+    assert (found.near_own, found.near_all, found.hottest) == (0, 0, None)
+    with pytest.raises(ValueError, match="without a point"):
+        robustness([])
