@@ -1,4 +1,4 @@
-"""Intervals, verdicts, crossings, speed-ups and grids, beside numbers worked out by hand and by others."""
+"""What is said about runs, beside numbers worked out by hand and by others."""
 
 import math
 

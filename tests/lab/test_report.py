@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import yaml
+from scipy import stats
 
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
@@ -18,8 +19,9 @@ from palsgd.lab.report.ablations import ablations
 from palsgd.lab.report.curves import average
 from palsgd.lab.report.formats import GAP, NONE
 from palsgd.lab.report.tables import settings_table
-from palsgd.lab.report.timelines import bars, shares
+from palsgd.lab.report.timelines import bars
 from palsgd.lab.settings import Settings
+from palsgd.lab.timing import Pace
 from support import runs
 
 
@@ -52,6 +54,9 @@ def write_three(folder, **settings):
     write(folder / "diloco", missing, method="diloco", **settings)
     write(folder / "palsgd", palsgd_lines(), **settings)
     return folder
+
+
+FINAL = "Final values, and what they cost"
 
 
 def compare(*folders):
@@ -106,17 +111,40 @@ def three(tmp_path_factory):
 # --- curves and groups
 
 
-def test_seeds_are_drawn_as_their_mean_with_lowest_and_highest(tmp_path):
-    for seed, shift in ((1, 0.0), (2, 0.3)):
+def test_seeds_are_drawn_as_their_mean_with_its_95_percent_interval(tmp_path):
+    shifts = (0.0, 0.3, 0.1)
+    for seed, shift in enumerate(shifts):
         lines = [
-            runs.line(step, metric=metric + shift, time_s=step * (1 + shift))
+            runs.line(step, metric=metric + shift, bytes_sent=step * (1 + shift))
             for step, metric in ((100, 0.5), (200, 0.6))
         ]
         write(tmp_path / f"s{seed}", lines, seed=seed)
     curve = average(find_runs([tmp_path]), "metric", points=300)
-    np.testing.assert_allclose(curve.mean, [0.65, 0.75])
-    np.testing.assert_allclose([curve.low, curve.high], [[0.5, 0.6], [0.8, 0.9]])
-    np.testing.assert_allclose(curve.x["time_s"], [115, 230])
+    half = stats.t.ppf(0.975, 2) * stats.sem(shifts)
+    mean = np.array([0.5, 0.6]) + np.mean(shifts)
+    np.testing.assert_allclose(
+        [curve.mean, curve.low, curve.high], [mean, mean - half, mean + half]
+    )
+    np.testing.assert_allclose(curve.x["bytes_sent"], np.array([100, 200]) * (1 + np.mean(shifts)))
+    assert curve.n == 3
+
+
+def test_an_error_is_what_is_missing_of_1(tmp_path):
+    write(tmp_path / "ddp", ddp_lines(), method="ddp")
+    curve = average(find_runs([tmp_path]), "error", points=300)
+    np.testing.assert_allclose(curve.mean, [0.5, 0.2, 0.1])
+    assert not curve.has_band, "one seed has no interval"
+
+
+def test_seconds_are_those_of_the_pace_and_examples_those_of_all_workers(tmp_path):
+    write(tmp_path / "palsgd", palsgd_lines(), workers=4, batch_size=8)
+    pace = Pace(
+        kind="projected", source="", warmup=100,
+        averaging=np.array([[1.0, 0, 0, 0]]), local=np.array([[0.25, 0, 0, 0]]),
+    )  # fmt: skip
+    curve = average(find_runs([tmp_path]), "loss", points=300, pace=pace)
+    np.testing.assert_allclose(curve.x["time_s"], [100, 125, 150])
+    np.testing.assert_allclose(curve.x["examples"], np.array([90, 180, 270]) * 32)
 
 
 def test_a_mean_over_seeds_ends_where_the_shortest_ends(tmp_path):
@@ -135,12 +163,12 @@ def test_thinning_keeps_both_ends_and_every_evaluation(tmp_path):
     assert len(average(run, "metric", points=300).mean) == 100
 
 
-def test_distance_is_over_workers_and_starts_after_the_warm_up(tmp_path):
+def test_distance_is_a_mean_over_workers_and_starts_after_the_warm_up(tmp_path):
     lines = [runs.line(100), runs.line(200, distance=[1.0, 3.0])]
     curve = average(
         find_runs([write(tmp_path / "run", lines, finished=False)]), "distance", points=9
     )
-    assert (curve.x["step"], curve.mean, curve.low, curve.high) == ([200], [2], [1], [3])
+    assert (curve.x["step"], curve.mean) == ([200], [2])
 
 
 def test_settings_without_effect_do_not_tell_runs_apart(tmp_path):
@@ -200,23 +228,24 @@ def test_a_setting_that_moves_with_the_field_does_not_tear_its_line_apart(tmp_pa
     assert by_field["workers"].values == [4, 8]
 
 
-def test_an_ablation_shows_mean_lowest_and_highest_over_seeds(tmp_path):
+def test_an_ablation_shows_means_with_their_intervals_over_seeds(tmp_path):
     for seed, metric in ((1, 0.90), (2, 0.94)):
         for p in (0.05, 0.1):
             last = [runs.line(300, metric=metric + p)]
             write(tmp_path / f"mix_prob={p},seed={seed}", last, seed=seed, mix_prob=p)
-    by_field = {each.field: each for each in ablations(group(find_runs([tmp_path])))}
-    curve = by_field["mix_prob"].curve(by_field["mix_prob"].bundles[0], "metric")
-    np.testing.assert_allclose(curve.mean, [0.97, 1.02])
-    np.testing.assert_allclose([curve.low, curve.high], [[0.95, 1.00], [0.99, 1.04]])
-
-
-def test_seeds_are_an_ablation_of_their_own(tmp_path):
-    for seed, metric in ((2022, 0.90), (2023, 0.94)):
-        write(tmp_path / str(seed), [runs.line(300, metric=metric)], seed=seed)
     (ablation,) = ablations(group(find_runs([tmp_path])))
-    assert ablation.ticks == ["2022", "2023"]
-    assert ablation.curve(ablation.bundles[0], "metric").mean.tolist() == [0.90, 0.94]
+    curve = ablation.curve(ablation.bundles[0], "metric")
+    half = stats.t.ppf(0.975, 1) * stats.sem([0.90, 0.94])
+    np.testing.assert_allclose(curve.mean, [0.97, 1.02])
+    np.testing.assert_allclose(curve.high - curve.mean, [half, half])
+    assert curve.n == 2
+
+
+def test_the_runs_that_share_a_simulated_program_are_no_setting(tmp_path):
+    for seed, program in ((1, ["a", "b"]), (2, ["b"])):
+        write(tmp_path / str(seed), palsgd_lines(), seed=seed, config={"program": program})
+    (only,) = group(find_runs([tmp_path]))
+    assert (only.seeds, ablations([only])) == ([1, 2], [])
 
 
 # --- the page and the figures
@@ -240,7 +269,7 @@ def test_a_comparison_of_four_methods_stays_below_a_megabyte(tmp_path):
 def test_figures_are_also_files_of_their_own(three):
     figures = three.parent / "figures"
     names = {path.stem for path in figures.glob("*.svg")}
-    assert {"loss-step", "metric-time_s", "train_loss-bytes_sent"} <= names
+    assert {"loss-step", "error-time_s", "train_loss-bytes_sent", "speed-up-examples"} <= names
     for name in names:
         ElementTree.parse(figures / f"{name}.svg")
         assert (figures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -255,14 +284,13 @@ def test_floor_and_target_are_drawn_where_they_are_known(tmp_path, three):
     assert "floor" not in (three.parent / "figures" / "loss-step.svg").read_text()
 
 
-def test_neighbours_of_one_kind_are_one_bar_and_shares_count_all():
+def test_neighbours_of_one_kind_are_one_bar():
     kinds = ("gradient", "gradient", "mixing", "wait")
     spans = [
         {"worker": 1, "kind": kind, "start_s": 5.0 + at, "end_s": 6.0 + at}
         for at, kind in enumerate(kinds)
     ]
     assert bars(spans) == {1: [("gradient", 0, 2), ("mixing", 2, 3), ("wait", 3, 4)]}
-    assert shares(spans).replace(GAP, " ") == "gradient 50.0 %, mixing 25.0 %, wait 25.0 %"
 
 
 def test_the_same_files_give_the_same_page(three, tmp_path):
@@ -314,7 +342,7 @@ def test_a_diverged_run_is_drawn_as_far_as_it_was_finite(tmp_path):
     lines = [*ddp_lines(), runs.line(400, metric=0.1, loss=float("nan"), train_loss=float("inf"))]
     write(tmp_path / "bad", lines)
     page = write_report([tmp_path], tmp_path / "report.html", figures=False).read_text()
-    rows = Tables(page).found["Final values"]
+    rows = Tables(page).found[FINAL]
     assert rows[1][2] == "nan"
 
 
@@ -326,10 +354,12 @@ def test_an_unfinished_run_has_curves_but_no_final_row(tmp_path):
     write(tmp_path / "palsgd", palsgd_lines()[:1], finished=False)
     page = write_report([tmp_path], tmp_path / "report.html", figures=False).read_text()
     tables = Tables(page).found
-    assert [row[0] for row in tables["Final values"][1:]] == ["ddp"]
+    assert [row[0] for row in tables[FINAL][1:]] == ["ddp"]
     assert [row[0] for row in tables["To the target"][1:]] == ["ddp"]
     assert "palsgd: unfinished (step 100)" in page
-    assert '"label":"palsgd","x":{"step":[100]' in page
+    data = json.loads(page.split('class="data">')[1].split("</script>")[0])
+    steps = {each["label"]: each["x"]["step"] for each in data["points"]["loss"]}
+    assert steps["palsgd"] == [100]
 
 
 def test_a_run_that_has_just_started_does_not_stop_the_report(tmp_path):

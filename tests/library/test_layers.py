@@ -103,7 +103,7 @@ PROGRAM = {
     ("lab/tuning/record.py", "palsgd"): "the version in tuned.yaml",
     ("theory/results.py", "palsgd"): "the version in results.json",
     ("lab/cli/running.py", "palsgd"): "the command line to go on with",
-    ("lab/report/section.py", "palsgd"): "the version in a report",
+    ("lab/report/about.py", "palsgd"): "the version in a report",
 }
 
 

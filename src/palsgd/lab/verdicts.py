@@ -28,16 +28,16 @@ _AXES = {
 
 
 def sentences(comparison: "Comparison") -> list[str]:
-    judged = list(_judged(comparison))
+    groups = list(judged(comparison))
     return [
-        *_quality(comparison, judged),
-        *_speed(comparison, judged),
-        *_cause(comparison, judged),
-        *_limits(comparison, judged),
+        *_quality(comparison, groups),
+        *_speed(comparison, groups),
+        *_cause(comparison, groups),
+        *_limits(comparison, groups),
     ]
 
 
-def _judged(comparison: "Comparison") -> Iterable[Group]:
+def judged(comparison: "Comparison") -> Iterable[Group]:
     """The best setting of each method at each scale, mixing methods first. Controls that are there
     for nothing else are no methods of their own."""
     finals = {row.group: comparison.final_losses(row.group) for row in comparison.finals()}

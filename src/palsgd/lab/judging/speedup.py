@@ -74,6 +74,6 @@ def _rows(curve: QualityCurve, seeds: list[int]) -> np.ndarray:
     return np.array([curve.seeds.index(seed) for seed in seeds])
 
 
-def levels_between(worst: float, best: float, count: int = 40) -> np.ndarray:
-    """Levels from poor to good, denser towards the good end, where the questions are."""
-    return best + (worst - best) * np.geomspace(1.0, 0.01, count)
+def levels_between(worst: float, best: float, count: int = 60) -> np.ndarray:
+    """Levels from poor to the best itself, denser towards the good end, where the questions are."""
+    return best + (worst - best) * np.append(np.geomspace(1.0, 0.001, count - 1), 0.0)

@@ -9,8 +9,8 @@ from palsgd.lab.groups import Group
 from palsgd.lab.plan.candidates import Candidate, Planner
 from palsgd.lab.plan.choosing import BreakEven, Plan
 from palsgd.lab.plan.text import rate_words, setting_words
+from palsgd.lab.report.bars import draw_timelines
 from palsgd.lab.report.canvas import MUTED, drawing_style, new_axes, plain, publish, set_scale
-from palsgd.lab.report.figures import draw_timeline
 from palsgd.lab.report.styles import line_styles
 from palsgd.lab.report.timelines import bars
 from palsgd.registry import row
@@ -81,7 +81,7 @@ def _round(cluster: Cluster, choice: Candidate, folder: Path) -> None:
         if span["end_s"] > start and span["start_s"] < end
     ]
     title = f"{'Eight steps' if choice.is_ddp else 'Two rounds'}: {setting_words(choice)}"
-    draw_timeline("plan-timeline", title, bars(spans), folder)
+    draw_timelines("plan-timeline", title, {"": bars(spans)}, folder)
 
 
 def _group(choice: Candidate) -> Group:

@@ -1,12 +1,13 @@
 """Final values against one setting, the others held equal."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from palsgd.lab.groups import Group, differing, label, settings_of, shown, sortable
+from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.report.curves import Curve
 from palsgd.lab.run_folder import Run
 
@@ -25,21 +26,23 @@ class Ablation:
     def ticks(self) -> list[str] | None:
         """The values as words, unless they are quantities."""
         numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in self.values)
-        return None if numbers and self.field != "seed" else [shown(v) for v in self.values]
+        return None if numbers else [shown(v) for v in self.values]
 
     def curve(self, bundle: Group, key: str) -> Curve | None:
-        """Mean, lowest and highest over the runs at each value."""
-        found: dict[Any, list[float]] = {}
+        """The mean over the runs at each value, with its interval."""
+        found: dict[str, list[float]] = {}
         for run in bundle.runs:
             if (value := final(run, key)) is not None:
-                found.setdefault(run.config.get(self.field), []).append(value)
-        values = [value for value in self.values if value in found]
+                found.setdefault(repr(run.config.get(self.field)), []).append(value)
+        values = [value for value in self.values if repr(value) in found]
         if not values:
             return None
         x = [self.values.index(v) if self.ticks else float(v) for v in values]
-        columns = [[reduce(found[v]) for v in values] for reduce in (np.mean, np.min, np.max)]
-        mean, low, high = (np.array(column, dtype=float) for column in columns)
-        return Curve({"value": np.array(x, dtype=float)}, mean, low, high)
+        means = [of_mean(found[repr(v)]) for v in values]
+        ends = [(m.low, m.high) if m.known else (m.value, m.value) for m in means]
+        mean, (low, high) = np.array([m.value for m in means]), np.array(ends).T
+        n = min(m.n for m in means)
+        return Curve({"value": np.array(x, dtype=float)}, mean, low, high, n)
 
 
 def final(run: Run, key: str) -> float | None:
@@ -47,40 +50,41 @@ def final(run: Run, key: str) -> float | None:
     return float(value) if value is not None and np.isfinite(value) else None
 
 
-def ablations(groups: list[Group]) -> list[Ablation]:
-    """One for each setting that varies within a method, and for the seed."""
+def ablations(groups: list[Group], *, without: Sequence[str] = ()) -> list[Ablation]:
+    """One for each setting that varies within a method, unless another figure shows it."""
     methods = dict.fromkeys(group.method for group in groups)
     kin = [[group for group in groups if group.method == method] for method in methods]
     fields = dict.fromkeys(field for each in kin for field in differing(each))
-    found = [_ablation(groups, field) for field in [*fields, "seed"]]
+    found = [_ablation(groups, field) for field in fields if field not in without]
     return [ablation for ablation in found if ablation.bundles]
 
 
 def _ablation(groups: list[Group], field: str) -> Ablation:
     runs = [run for group in groups for run in group.finished]
-    concerned = [run for run in runs if field == "seed" or field in settings_of(run)]
-    moved = [] if field == "seed" else _moved(concerned, field)
-    bundles = _bundles(concerned, lambda key: key == field or key in moved)
-    bundles = [bundle for bundle in bundles if len(_values(bundle.runs, field)) > 1]
-    values = _values([run for bundle in bundles for run in bundle.runs], field)
-    beside = [g for g in groups if field != "seed" and field not in g.settings and g.finished]
-    return Ablation(field, bundles, beside, sorted(values, key=sortable), moved)
+    concerned = [run for run in runs if field in settings_of(run)]
+    along = moved(concerned, field)
+    kin = bundles(concerned, lambda key: key == field or key in along)
+    kin = [bundle for bundle in kin if len(_values(bundle.runs, field)) > 1]
+    values = _values([run for bundle in kin for run in bundle.runs], field)
+    beside = [group for group in groups if field not in group.settings and group.finished]
+    return Ablation(field, kin, beside, sorted(values, key=sortable), along)
 
 
-def _bundles(runs: list[Run], left_out: Callable[[str], bool]) -> list[Group]:
-    bundles: dict[tuple[str, str], Group] = {}
+def bundles(runs: list[Run], left_out: Callable[[str], bool]) -> list[Group]:
+    """Runs that are equal in all settings but those that are left out."""
+    found: dict[tuple[str, str], Group] = {}
     for run in runs:
         rest = {key: value for key, value in settings_of(run).items() if not left_out(key)}
         key = run.method, repr(sorted(rest.items()))
-        bundles.setdefault(key, Group(run.method, rest)).runs.append(run)
-    for bundle in bundles.values():
-        kin = [other for other in bundles.values() if other.method == bundle.method]
+        found.setdefault(key, Group(run.method, rest)).runs.append(run)
+    for bundle in found.values():
+        kin = [other for other in found.values() if other.method == bundle.method]
         varied = {key: bundle.settings.get(key) for key in differing(kin)}
         bundle.label = label(bundle.method, varied)
-    return list(bundles.values())
+    return list(found.values())
 
 
-def _moved(runs: list[Run], field: str) -> list[str]:
+def moved(runs: list[Run], field: str) -> list[str]:
     """Settings that the field's value determines, such as steps if epochs are fixed and K
     varies."""
     keys = dict.fromkeys(key for run in runs for key in settings_of(run) if key != field)
@@ -104,4 +108,5 @@ def _decided(runs: list[Run], field: str, key: str) -> bool:
 
 
 def _values(runs: list[Run], field: str) -> list[Any]:
-    return list(dict.fromkeys(run.config.get(field) for run in runs))
+    found = {repr(run.config.get(field)): run.config.get(field) for run in runs}
+    return list(found.values())  # a file may hold what cannot be a key

@@ -22,8 +22,8 @@ INK, MUTED, GRID = THEME["ink"][0], THEME["muted"][0], THEME["grid"][0]
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 
 # A figure has the width of a phone, so that its text keeps its size there. A desktop shows three in
-# a row.
-WIDTH, HEIGHT = 3.7, 2.65  # inches
+# a row, or two of the wide ones.
+WIDTH, WIDE, HEIGHT = 3.7, 4.4, 2.65  # inches
 
 _STYLE: Any = {
     "font.family": "sans-serif",
@@ -74,10 +74,19 @@ class Plot:
     reading: dict[str, Any] = field(default_factory=dict)
 
 
-def new_axes(title: str, xlabel: str = "", *, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height))
-    axes = figure.add_axes((0.125, 0.42 / height, 0.845, 1 - 0.76 / height))
-    figure.text(0.015, 1 - 0.1 / height, title, va="top", size=8.6, weight="bold", color=INK)
+def new_axes(
+    title: str,
+    xlabel: str = "",
+    *,
+    height: float = HEIGHT,
+    width: float = WIDTH,
+    left: float = 0.46,
+) -> tuple[Figure, Axes]:
+    """`left`: inches for what stands left of the axes."""
+    figure = Figure(figsize=(width, height))
+    beside = (left + 0.11) / width
+    axes = figure.add_axes((left / width, 0.42 / height, 1 - beside, 1 - 0.76 / height))
+    figure.text(0.055 / width, 1 - 0.1 / height, title, va="top", size=8.6, weight="bold")
     axes.set_xlabel(xlabel, labelpad=2)
     return figure, axes
 
@@ -118,6 +127,29 @@ def box(axes: Axes) -> list[float]:
     return [round(corner, 2) for corner in corners]
 
 
+def placed(
+    axes: Axes, rows: Iterable[tuple[str, float, list[list[Any]]]], half: float
+) -> list[dict[str, Any]]:
+    """What the page's script shows of a figure of bars: the title of each row, and its cells in the
+    figure's own coordinates. `rows` have a title, their middle, and cells that begin with their two
+    ends as shares of the width; a label, a text and a colour follow. `half`: of a row's height."""
+    left, top, right, bottom = box(axes)
+    below, above = axes.get_ylim()
+
+    def across(share: float) -> float:
+        return round(left + share * (right - left), 2)
+
+    def down(row: float) -> float:
+        return round(top + (row - above) / (below - above) * (bottom - top), 2)
+
+    found = []
+    for title, row, cells in rows:
+        ends = sorted((down(row - half), down(row + half)))
+        there = [[across(a), across(b), *rest] for a, b, *rest in cells]
+        found.append({"title": title, "top": ends[0], "bottom": ends[1], "cells": there})
+    return found
+
+
 def scale(axes: Axes, which: str) -> dict[str, Any]:
     low, high = getattr(axes, f"get_{which}lim")()
     return {"from": low, "to": high, "log": getattr(axes, f"get_{which}scale")() == "log"}
@@ -126,8 +158,23 @@ def scale(axes: Axes, which: str) -> dict[str, Any]:
 def needs_log(values: Iterable[np.ndarray], *, ratio: float) -> bool:
     """Would small values be indistinguishable from zero on a linear axis?"""
     every = np.concatenate([np.ravel(part) for part in values] or [np.array([1.0])])
-    positive = every[every > 0]
+    positive = every[(every > 0) & np.isfinite(every)]
     return positive.size > 0.9 * every.size and positive.max() > ratio * positive.min()
+
+
+def fit(axes: Axes, means: np.ndarray, bands: np.ndarray, *, log: bool) -> None:
+    """Set the limits of y to show all means, and of the bands as much as does not make the means
+    look equal. `bands` may have no end; on a log scale values of 0 and less have no place."""
+    turn, back = (np.log, np.exp) if log else (np.asarray, np.asarray)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inner, outer = turn(means), turn(bands)
+    inner, outer = inner[np.isfinite(inner)], outer[~np.isnan(outer)]
+    low, high = (inner.min(), inner.max()) if inner.size else (0.0, 1.0)
+    room = (high - low) / 2
+    shown = np.clip([low, high, *outer], low - room, high + room)
+    low, high = shown.min(), shown.max()
+    margin = 0.06 * (high - low) or 0.1 * (1.0 if log else abs(low) or 1.0)
+    axes.set_ylim(*back(np.array([low - margin, high + margin])))
 
 
 def set_scale(axes: Axes, which: str, *, log: bool, shown: Any = formats.count) -> None:
@@ -142,9 +189,16 @@ def set_scale(axes: Axes, which: str, *, log: bool, shown: Any = formats.count) 
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, ... over less than two decades, else powers of ten, at most about six."""
+    """Even ones over much less than a decade, some for each decade over less than three, else
+    powers of ten, at most about six. Both ends are above zero, in any order."""
+    low, high = min(low, high), max(low, high)
     decades = np.log10(high / low)
-    digits: Sequence[int] = (1, 2, 5) if decades < 2 else (1, 3) if decades < 3 else (1,)
+    if decades < 0.6:
+        ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        return [float(tick) for tick in ticks if tick > 0]
+    digits: Sequence[float] = (1,)
+    for most, these in ((3, (1, 3)), (2, (1, 2, 5)), (1, (1, 1.5, 2, 3, 5, 7))):
+        digits = these if decades < most else digits
     every = max(1, int(np.ceil(decades / 6)))
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1, every)
     return [digit * 10.0**power for power in powers for digit in digits]

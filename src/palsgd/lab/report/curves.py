@@ -1,64 +1,72 @@
-"""A quantity along a run, averaged over the runs of a group."""
+"""A quantity along a run: its mean over the seeds of a group, with an interval."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
+from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.run_folder import Line, Run
+from palsgd.lab.timing.pace import Pace
 
-# What a curve can be drawn against, by the key of metrics.jsonl.
+# What a curve can be drawn against: a word for the switch, a label, the form of its values. The
+# first that is known is shown first.
 AXES = {
-    "step": "step",
-    "gradient_steps": "gradients computed by a worker",
-    "time_s": "training time",
-    "bytes_sent": "sent by a worker",
+    "time_s": ("time", "training time", "seconds"),
+    "bytes_sent": ("bytes", "sent by a worker", "bytes"),
+    "examples": ("examples", "examples, of all workers", "count"),
+    "gradient_steps": ("gradients", "gradients computed by a worker", "count"),
+    "step": ("steps", "step", "count"),
 }
-
-Spread = tuple[float, float, float]  # mean, lowest, highest
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean over runs (and workers) with the lowest and highest value, at common steps."""
+    """The mean over n runs at common places, and the bounds of its 95% t interval; without bounds
+    they are the mean itself."""
 
     x: dict[str, np.ndarray]
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    n: int
 
     @property
     def has_band(self) -> bool:
         return bool(np.any(self.low < self.high))
 
 
-def _plain(key: str) -> Callable[[Line], Spread | None]:
-    def read(line: Line) -> Spread | None:
-        value = line.get(key)
-        return None if value is None else (value, value, value)
-
-    return read
+def _plain(key: str) -> Callable[[Line], float | None]:
+    return lambda line: line.get(key)
 
 
-def _distance(line: Line) -> Spread | None:
-    """The distance to the anchor over the workers. None in the warm-up, where there is no
-    anchor."""
-    values = line.get("distance") or []
-    return (float(np.mean(values)), min(values), max(values)) if any(values) else None
+def _error(line: Line) -> float | None:
+    metric = line.get("metric")
+    return None if metric is None else 1 - metric
 
 
-QUANTITIES: dict[str, Callable[[Line], Spread | None]] = {
+def _distance(line: Line) -> float | None:
+    """The mean distance of the workers to the anchor. None in the warm-up, where there is none."""
+    values = [value for value in line.get("distance") or [] if value is not None]
+    return fmean(values) if any(values) else None
+
+
+QUANTITIES: dict[str, Callable[[Line], float | None]] = {
     "loss": _plain("loss"),
     "metric": _plain("metric"),
+    "error": _error,
     "train_loss": _plain("train_loss"),
     "distance": _distance,
     "agreement": _plain("agreement"),
 }
 
 
-def average(runs: list[Run], quantity: str, *, points: int) -> Curve | None:
-    """The mean over the runs at the steps that all runs recorded, so that every point is a mean
-    over the same runs."""
+def average(
+    runs: list[Run], quantity: str, *, points: int, pace: Pace | None = None
+) -> Curve | None:
+    """The mean over the runs at the steps that all of them recorded, so that every point is a mean
+    over the same runs. Seconds are those of the pace."""
     recorded = [known for run in runs if (known := _recorded(run, QUANTITIES[quantity]))]
     if not recorded:
         return None
@@ -66,21 +74,38 @@ def average(runs: list[Run], quantity: str, *, points: int) -> Curve | None:
     steps = [steps[at] for at in _thinned(len(steps), points)]
     if not steps:
         return None
-    values = np.array([[known[step][1] for step in steps] for known in recorded], dtype=float)
-    x = {
-        key: np.array([[known[step][0][key] for step in steps] for known in recorded]).mean(axis=0)
-        for key in AXES
-        if all(known[step][0][key] is not None for step in steps for known in recorded)
+    found = [of_mean([known[step][1] for known in recorded]) for step in steps]
+    bounds = [(each.low, each.high) if each.known else (each.value, each.value) for each in found]
+    low, high = np.array(bounds).T
+    return Curve(
+        _spent(runs[0], recorded, steps, pace),
+        np.array([each.value for each in found]), low, high, len(recorded),
+    )  # fmt: skip
+
+
+def _spent(
+    run: Run,
+    recorded: list[dict[int, tuple[Line, float]]],
+    steps: list[int],
+    pace: Pace | None,
+) -> dict[str, np.ndarray]:
+    found = {
+        key: np.array([fmean(known[step][0][key] for known in recorded) for step in steps])
+        for key in ("bytes_sent", "gradient_steps", "step")
     }
-    return Curve(x, values[..., 0].mean(0), values[..., 1].min(0), values[..., 2].max(0))
+    batch = int(run.config.get("workers") or 1) * int(run.config.get("batch_size") or 1)
+    found["examples"] = found["gradient_steps"] * batch
+    if pace is not None:
+        found["time_s"] = np.array([pace.seconds(step) for step in steps])
+    return found
 
 
-def _recorded(run: Run, read: Callable[[Line], Spread | None]) -> dict[int, tuple[Line, Spread]]:
-    spreads = ((line, read(line)) for line in run.lines)
+def _recorded(run: Run, read: Callable[[Line], float | None]) -> dict[int, tuple[Line, float]]:
+    values = ((line, read(line)) for line in run.lines)
     return {
-        line["step"]: (line, spread)
-        for line, spread in spreads
-        if spread is not None and np.isfinite(spread[0])
+        line["step"]: (line, value)
+        for line, value in values
+        if value is not None and np.isfinite(value)
     }
 
 

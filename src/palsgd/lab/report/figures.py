@@ -1,5 +1,6 @@
-"""The figures: curves, ablations and timelines."""
+"""Figures of lines: curves along runs, speed-ups by quality, final values against a setting."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,14 +8,15 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path as Outline
 
 from palsgd.lab.report import formats
 from palsgd.lab.report.canvas import (
     MUTED,
+    WIDE,
+    WIDTH,
     Plot,
     box,
+    fit,
     needs_log,
     new_axes,
     plain,
@@ -25,7 +27,8 @@ from palsgd.lab.report.canvas import (
 )
 from palsgd.lab.report.curves import AXES, Curve
 from palsgd.lab.report.styles import THEME, LineStyle
-from palsgd.lab.report.timelines import KINDS, Bar
+
+NOISE = THEME["noise"][0]
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Series:
     label: str
     style: LineStyle
     curve: Curve
+    stops: bool = False  # it could have gone on, and did not
 
 
 @dataclass(frozen=True)
@@ -57,26 +61,74 @@ def draw_curves(
     folder: Path | None,
     *,
     learning: bool,
+    error: bool = False,
+    wide: bool = False,
 ) -> Plot:
-    """`learning`: the curves fall or rise to a level, and the y scale shows that level."""
+    """`learning`: the curves fall or rise to a level, and the y scale shows that level. `error`: on
+    a log scale in any case."""
     unit, xlabel, shown = _x_format(axis, series)
-    figure, axes = new_axes(title, xlabel)
-    for each in series:
-        _draw_line(axes, each, each.curve.x[axis] / unit)
+    figure, axes = new_axes(title, xlabel, width=WIDE if wide else WIDTH)
     curves = [_settled(each.curve) if learning else each.curve for each in series]
-    _fit(axes, curves, references)
-    log = axis == "bytes_sent" and needs_log([each.curve.x[axis][-1:] for each in series], ratio=8)
+    _fit_y(axes, curves, references, log=error)
+    ends = np.array([float(each.curve.x[axis][-1]) / unit for each in series])
+    log = axis == "bytes_sent" and needs_log([ends], ratio=8)
     if log:
-        ends = [float(each.curve.x[axis][-1]) for each in series]
-        axes.set_xlim(min(ends) / 60, max(ends) * 1.3)
+        axes.set_xlim(ends[ends > 0].min() / 60, ends.max() * 1.3)
     else:
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.02 * ends.max() or 1.0)
     set_scale(axes, "x", log=log, shown=shown)
+    for each in series:
+        _draw_line(axes, each, each.curve.x[axis] / unit, log=log)
     _draw_references(axes, references)
+    _file_legend(axes, series)
+    name_, _, form = AXES[axis]
+    return publish(
+        figure, name, title, _colours(series), folder, box=box(axes), y=scale(axes, "y"),
+        x=scale(axes, "x") | {"unit": unit, "name": name_, "form": form},
+    )  # fmt: skip
+
+
+def draw_speed_ups(
+    name: str,
+    title: str,
+    xlabel: str,
+    series: list[Series],
+    noise: Curve | None,
+    target: float | None,
+    folder: Path | None,
+    *,
+    falling: bool,
+) -> Plot:
+    """Against the level of quality, poor on the left. `falling`: less is better."""
+    figure, axes = new_axes(title, f"{xlabel}, poor to good", width=WIDE)
+    levels = np.concatenate([each.curve.x["level"] for each in series])
+    means = np.concatenate([*(each.curve.mean for each in series), [1.0]])
+    bands = [end for each in series for end in (each.curve.low, each.curve.high)]
+    fit(axes, means, np.concatenate(bands), log=True)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.8), max(high, 1.25))  # so that 1 is no edge
+    if noise is not None:
+        axes.fill_between(noise.x["level"], noise.low, noise.high, color=NOISE, lw=0, zorder=0)
+    axes.axhline(1, color=MUTED, lw=0.9, zorder=2)
+    log = bool(levels.min() > 0) and needs_log([levels], ratio=4)
+    margin = (levels.max() / levels.min()) ** 0.03 if log else 0.03 * np.ptp(levels) or 1.0
+    poor, good = (levels.max(), levels.min()) if falling else (levels.min(), levels.max())
+    sign = 1 if falling else -1
+    ends = (poor * margin, good / margin) if log else (poor + sign * margin, good - sign * margin)
+    axes.set_xlim(*ends)
+    if target is not None and min(ends) < target < max(ends):
+        _draw_target(axes, target)
+    for each in series:
+        _draw_line(axes, each, each.curve.x["level"], log=log)
+        if each.stops:
+            _draw_end(axes, each)
+    set_scale(axes, "x", log=log, shown=plain)
+    set_scale(axes, "y", log=True, shown=lambda value: f"{plain(value)} x")
     _file_legend(axes, series)
     return publish(
         figure, name, title, _colours(series), folder,
-        box=box(axes), x=scale(axes, "x") | {"unit": unit}, y=scale(axes, "y"),
+        box=box(axes), y=scale(axes, "y") | {"form": "times"},
+        x=scale(axes, "x") | {"unit": 1, "name": xlabel, "form": "digits"},
     )  # fmt: skip
 
 
@@ -93,7 +145,7 @@ def draw_ablation(
     figure, axes = new_axes(title, field)
     for each in series:
         _draw_points(axes, each, joined=ticks is None)
-    _fit(axes, [each.curve for each in series], references)
+    _fit_y(axes, [each.curve for each in series], references)
     if ticks is not None:
         axes.set_xticks(range(len(ticks)), ticks)
         axes.set_xlim(-0.5, len(ticks) - 0.5)
@@ -102,68 +154,49 @@ def draw_ablation(
     _draw_references(axes, references)
     _file_legend(axes, series)
     return publish(
-        figure, name, title, _colours(series), folder,
-        box=box(axes), x=scale(axes, "x") | {"unit": 1, "ticks": ticks}, y=scale(axes, "y"),
+        figure, name, title, _colours(series), folder, box=box(axes), y=scale(axes, "y"),
+        x=scale(axes, "x") | {"unit": 1, "ticks": ticks, "name": field, "form": "digits"},
     )  # fmt: skip
 
 
-def draw_timeline(
-    name: str, title: str, workers: dict[int, list[Bar]], folder: Path | None
-) -> Plot:
-    """One bar per worker; times start at zero."""
-    end = max(stop for parts in workers.values() for _, _, stop in parts)
-    unit, word = (1e-3, "ms") if end < 1 else formats.time_unit(end)
-    height = 0.95 + 0.17 * len(workers)
-    figure, axes = new_axes(title, f"time ({word})", height=height)
-    for row, parts in enumerate(workers.values()):
-        for kind in KINDS:
-            spans = [(a / unit, b / unit) for what, a, b in parts if what == kind]
-            if spans:
-                axes.add_patch(_bars(spans, row, kind))
-    axes.set_xlim(0, end / unit)
-    axes.set_ylim(len(workers) - 0.5, -0.5)
-    axes.set_yticks(range(len(workers)), [str(worker) for worker in workers])
-    axes.grid(False)
-    axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_formatter(lambda value, _: plain(value))
-    return publish(
-        figure, name, title, {}, folder,
-        box=box(axes), x=scale(axes, "x") | {"unit": unit}, y=scale(axes, "y"),
-    )  # fmt: skip
-
-
-def _bars(spans: list[tuple[float, float]], row: int, kind: str) -> PathPatch:
-    """All bars of a kind as one path. Its outline makes mixing steps visible, although they take no
-    time."""
-    half = 0.36 if kind == "mixing" else 0.3
-    bars = [
-        Outline(
-            [(a, row - half), (b, row - half), (b, row + half), (a, row + half), (a, 0)],
-            closed=True,
-        )
-        for a, b in spans
-    ]
-    colour = THEME[kind][0]
-    width = {"mixing": 0.7, "sync": 0.5}.get(kind, 0.0)
-    return PathPatch(Outline.make_compound_path(*bars), fc=colour, ec=colour, lw=width)
-
-
-def _x_format(axis: str, series: list[Series]) -> tuple[float, str, Any]:
+def _x_format(axis: str, series: list[Series]) -> tuple[float, str, Callable[[float], str]]:
     """The divisor of the x values, the label of the axis, and the format of its ticks."""
-    if axis == "time_s":
+    _, label, form = AXES[axis]
+    if form == "seconds":
         unit, word = formats.time_unit(max(float(each.curve.x[axis][-1]) for each in series))
-        return unit, f"{AXES[axis]} ({word})", plain
-    return 1.0, AXES[axis], formats.size if axis == "bytes_sent" else thousands
+        return unit, f"{label} ({word})", plain
+    return 1.0, label, formats.size if form == "bytes" else thousands
 
 
-def _draw_line(axes: Axes, series: Series, x: np.ndarray) -> None:
+def _draw_line(axes: Axes, series: Series, x: np.ndarray, *, log: bool) -> None:
+    """Within limits that are set. On a log scale a point where nothing was spent has no place."""
     curve, style, gid = series.curve, series.style, f"line-{series.number}"
+    there = x > 0 if log else np.isfinite(x)
+    x, mean = x[there], curve.mean[there]
     if curve.has_band:  # pale: bands of several lines lie over each other
-        axes.fill_between(x, curve.low, curve.high, color=style.light, alpha=0.16, lw=0, gid=gid)
+        low, high = np.clip([curve.low[there], curve.high[there]], -1e300, 1e300)
+        axes.fill_between(x, low, high, color=style.light, alpha=0.16, lw=0, gid=gid)
     every = max(1, len(x) // 6)
     axes.plot(
-        x, curve.mean, color=style.light, ls=style.dash, marker=style.marker, gid=gid,
+        x, mean, color=style.light, ls=style.dash, marker=style.marker, gid=gid,
         markevery=(every // 2, every), markeredgewidth=0, zorder=3,
+    )  # fmt: skip
+
+
+def _draw_end(axes: Axes, series: Series) -> None:
+    """A bar across the end of a line that goes no further."""
+    curve, style = series.curve, series.style
+    axes.plot(
+        curve.x["level"][-1:], curve.mean[-1:], color=style.light, marker="|", ms=11,
+        markeredgewidth=1.6, ls="none", gid=f"line-{series.number}", zorder=4,
+    )  # fmt: skip
+
+
+def _draw_target(axes: Axes, target: float) -> None:
+    axes.axvline(target, color=MUTED, ls=(0, (2, 2)), lw=0.9, zorder=2)
+    axes.annotate(
+        f"target {plain(target)}", (target, 0), xycoords=("data", "axes fraction"), ha="right",
+        xytext=(-3, 3), textcoords="offset points", size=6.8, color=MUTED,
     )  # fmt: skip
 
 
@@ -181,23 +214,19 @@ def _settled(curve: Curve) -> Curve:
     """The curve without its first tenth, whose steep values would make all later values look
     equal."""
     start = len(curve.mean) // 10
-    return Curve({}, curve.mean[start:], curve.low[start:], curve.high[start:])
+    return Curve({}, curve.mean[start:], curve.low[start:], curve.high[start:], curve.n)
 
 
-def _fit(axes: Axes, curves: list[Curve], references: list[Reference]) -> None:
-    """Set the y scale: logarithmic if the values span much, with room for the references' names."""
-    values = [part for curve in curves for part in (curve.low, curve.high)]
-    log = needs_log(values, ratio=6)
-    every = np.concatenate(
-        [*values, [end for reference in references for end in (reference.low, reference.high)]]
-    )
-    if log:
-        every = every[every > 0]
-        axes.set_ylim(every.min() / 1.15, every.max() * 1.15)
-    else:
-        margin = 0.06 * (np.ptp(every) or abs(every[0]) or 1.0)
-        top = margin * (2 if references else 1)
-        axes.set_ylim(every.min() - margin, every.max() + top)
+def _fit_y(
+    axes: Axes, curves: list[Curve], references: list[Reference], *, log: bool = False
+) -> None:
+    """Logarithmic if the values span much, or are asked to be and can."""
+    lines = [curve.mean for curve in curves]
+    ends = np.array([end for each in references for end in (each.low, each.high)])
+    means = np.concatenate([*lines, ends])
+    log = bool(np.any(means > 0)) if log else needs_log(lines, ratio=6)
+    bands = np.concatenate([end for curve in curves for end in (curve.low, curve.high)])
+    fit(axes, means, bands, log=log)
     set_scale(axes, "y", log=log, shown=plain)
 
 
@@ -244,3 +273,18 @@ def _handle(series: Series) -> Line2D:
 
 def _colours(series: list[Series]) -> dict[str, str]:
     return {each.style.light: f"var(--line-{each.number})" for each in series}
+
+
+def points(series: Series) -> dict[str, Any]:
+    """What the page's script shows of a line."""
+    curve = series.curve
+    found: dict[str, Any] = {"line": series.number, "label": series.label, "n": curve.n}
+    found["x"] = {key: _shortened(x) for key, x in curve.x.items()}
+    found["mean"] = _shortened(curve.mean)
+    if curve.has_band:
+        found |= {"low": _shortened(curve.low), "high": _shortened(curve.high)}
+    return found
+
+
+def _shortened(values: np.ndarray) -> list[float | None]:
+    return [formats.short(value) for value in values]

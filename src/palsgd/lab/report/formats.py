@@ -32,6 +32,14 @@ def times(found: Interval) -> str:
     return f"{found.value:.3g} x{f' {bounds}' if bounds else ''}"
 
 
+def short(value: float) -> float | None:
+    """Six digits, for the page's script; counts stay whole, and JSON has no inf and nan."""
+    value = float(value)
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else float(f"{value:.6g}")
+
+
 def count(value: float | None) -> str:
     return NONE if value is None else f"{value:,.0f}"
 

@@ -3,27 +3,23 @@
 const SVG = "http://www.w3.org/2000/svg";
 const tooltip = document.querySelector(".tooltip");
 
-for (const section of document.querySelectorAll("section.workload")) {
-  const data = JSON.parse(section.querySelector("script.data").textContent);
-  const hidden = new Set(); // numbers of the lines that the legend has switched off
-  for (const set of section.querySelectorAll("fieldset.switch")) listen(section, set);
-  for (const button of section.querySelectorAll(".legend button")) toggle(section, button, hidden);
-  for (const variant of section.querySelectorAll(".variant")) hover(variant, data, hidden);
-}
-
-document.addEventListener("pointerdown", leave, { capture: true });
-document.addEventListener("scroll", leave, { passive: true });
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((all) => (all.open = true)));
-
 function listen(section, set) {
   set.addEventListener("change", (event) => show(section, set.dataset.switch, event.target.value));
   // Browsers keep the chosen button over a reload.
   show(section, set.dataset.switch, set.querySelector(":checked").value);
 }
 
+/* A figure that has nothing on an axis says so. */
 function show(section, name, value) {
-  for (const variant of section.querySelectorAll(`figure[data-switch="${name}"] > .variant`))
-    variant.hidden = variant.dataset.value !== value;
+  for (const figure of section.querySelectorAll(`figure[data-switch="${name}"]`)) {
+    let known = false;
+    for (const variant of figure.querySelectorAll(":scope > .variant")) {
+      variant.hidden = variant.dataset.value !== value;
+      known ||= !variant.hidden;
+    }
+    const words = figure.querySelector(".unknown");
+    if (words) words.hidden = known;
+  }
 }
 
 function toggle(section, button, hidden) {
@@ -33,7 +29,7 @@ function toggle(section, button, hidden) {
     if (off) hidden.add(line);
     else hidden.delete(line);
     button.setAttribute("aria-pressed", String(!off));
-    for (const drawn of section.querySelectorAll(`.curves .variant [data-line="${line}"]`))
+    for (const drawn of section.querySelectorAll(`figure[data-switch="axis"] [data-line="${line}"]`))
       drawn.classList.toggle("off", off);
   });
 }
@@ -41,22 +37,29 @@ function toggle(section, button, hidden) {
 function hover(variant, data, hidden) {
   const svg = variant.querySelector("svg");
   const reading = JSON.parse(variant.dataset.reading);
-  const look = reading.timeline
-    ? (at) => span(reading, at)
-    : (at) => nearest(reading, data.points[reading.points], at, hidden);
-  const move = (event) => {
+  const figure = reading.rows ? new Bars(reading) : new Lines(reading, data.points[reading.points], hidden);
+  const present = (found, point) => {
     leave();
-    const found = look(position(svg, event));
     if (!found) return;
-    if (found.cross !== undefined) svg.append(crosshair(reading.box, found));
+    svg.append(mark(reading.box, found));
     variant.closest("section").append(tooltip); // where the lines' colours are defined
     fill(found);
-    place(event);
+    place(point);
   };
+  const move = (event) => present(figure.at(position(svg, event)), { x: event.clientX, y: event.clientY });
   variant.addEventListener("pointermove", move);
   variant.addEventListener("pointerdown", move);
   // A finger leaves when it is lifted; what it pointed at stays until it points elsewhere.
   variant.addEventListener("pointerleave", (event) => event.pointerType === "touch" || leave());
+  variant.addEventListener("blur", leave);
+  variant.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") return leave();
+    const way = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
+    if (!way) return undefined;
+    event.preventDefault();
+    const found = figure.step(...way);
+    return present(found, found && onScreen(svg, found.place));
+  });
 }
 
 function leave() {
@@ -74,67 +77,110 @@ function position(svg, event) {
   };
 }
 
+/* The same, the other way round. */
+function onScreen(svg, place) {
+  const frame = svg.getBoundingClientRect();
+  const { width, height } = svg.viewBox.baseVal;
+  return { x: frame.left + (place.x / width) * frame.width, y: frame.top + (place.y / height) * frame.height };
+}
+
 /* From a value to its place between two edges. */
 function along(scale, value, start, end) {
   const f = scale.log ? Math.log : (v) => v;
   return start + ((f(value) - f(scale.from)) / (f(scale.to) - f(scale.from))) * (end - start);
 }
 
-/* From a place between two edges to the value there. */
-function back(scale, place, start, end) {
-  return scale.from + ((place - start) / (end - start)) * (scale.to - scale.from);
-}
-
-/* The point next to the pointer, and what the other lines are at its place. */
-function nearest(reading, lines, at, hidden) {
-  const points = lines
-    .filter((line) => reading.axis === "value" || !hidden.has(line.line))
-    .flatMap((line) => placed(reading, line));
-  const far = (point) => Math.hypot(point.x - at.x, (point.y - at.y) / 2);
-  const closest = points.reduce((a, b) => (a && far(a) <= far(b) ? a : b), undefined);
-  if (!closest) return undefined;
-  const beside = new Map(); // for each line its point closest to the crosshair
-  for (const point of points) {
-    const gap = (p) => Math.abs(p.x - closest.x);
-    const known = beside.get(point.line);
-    if (gap(point) < 6 && !(known && gap(known) <= gap(point))) beside.set(point.line, point);
+/* A figure of lines: what is next to the pointer, or to the last place that arrow keys went to. */
+class Lines {
+  constructor(reading, lines, hidden) {
+    Object.assign(this, { reading, lines, hidden, line: 0, point: -1 });
   }
-  beside.set(closest.line, closest);
-  const rows = [...beside.values()].sort((a, b) => a.y - b.y);
-  return {
-    cross: closest.x,
-    title: `${axisName(reading)} ${axisValue(reading, closest.value)}`,
-    rows: rows.length > 9 ? [closest] : rows,
-  };
+
+  shown() {
+    return this.lines.filter((line) => !this.hidden.has(line.line)).map((line) => this.placed(line)).filter((points) => points.length);
+  }
+
+  placed(line) {
+    const { x, y, box, axis } = this.reading;
+    const [left, top, right, bottom] = box;
+    const inside = (p) => p.x > left - 1 && p.x < right + 1 && p.y > top - 1 && p.y < bottom + 1;
+    return (line.x[axis] ?? []).map((value, i) => ({
+      line: line.line,
+      value,
+      x: along(x, value / x.unit, left, right),
+      y: along(y, line.mean[i], bottom, top),
+      label: line.label,
+      text: formed(line.mean[i], y.form),
+      range: `${line.low ? `[${bound(line.low[i], y.form)}, ${bound(line.high[i], y.form)}] ` : ""}n = ${line.n}`,
+      colour: `var(--line-${line.line})`,
+    })).filter(inside);
+  }
+
+  at(pointer) {
+    const far = (point) => Math.hypot(point.x - pointer.x, (point.y - pointer.y) / 2);
+    const all = this.shown().flat();
+    return all.length ? this.around(all.reduce((a, b) => (far(a) <= far(b) ? a : b)), all) : undefined;
+  }
+
+  step(right, down) {
+    const lines = this.shown();
+    if (!lines.length) return undefined;
+    this.line = (this.line + down + lines.length) % lines.length;
+    const points = lines[this.line];
+    this.point = Math.min(Math.max(this.point + right, 0), points.length - 1);
+    return this.around(points[this.point], lines.flat());
+  }
+
+  /* A point, and what the other lines are at its place. */
+  around(point, all) {
+    const beside = new Map(); // for each line its point closest to the crosshair
+    const gap = (p) => Math.abs(p.x - point.x);
+    for (const other of all) {
+      const known = beside.get(other.line);
+      if (gap(other) < 6 && !(known && gap(known) <= gap(other))) beside.set(other.line, other);
+    }
+    beside.set(point.line, point);
+    const rows = [...beside.values()].sort((a, b) => a.y - b.y);
+    const { name, ticks, form } = this.reading.x;
+    return {
+      place: point,
+      dots: rows.length > 9 ? [point] : rows,
+      title: `${name} ${ticks ? ticks[point.value] : formed(point.value, form)}`,
+      rows: rows.length > 9 ? [point] : rows,
+    };
+  }
 }
 
-function placed(reading, line) {
-  const [left, top, right, bottom] = reading.box;
-  return line.x[reading.axis].map((value, i) => ({
-    line: line.line,
-    value,
-    x: along(reading.x, value / reading.x.unit, left, right),
-    y: along(reading.y, line.mean[i], bottom, top),
-    label: line.label,
-    text: digits(line.mean[i]),
-    range: line.low ? `${digits(line.low[i])} to ${digits(line.high[i])}` : "",
-    colour: `var(--line-${line.line})`,
-  })).filter((point) => point.x > left - 1 && point.x < right + 1 && point.y > top - 1 && point.y < bottom + 1);
+/* A figure of bars or cells: the one under the pointer, or the one that arrow keys went to. */
+class Bars {
+  constructor(reading) {
+    Object.assign(this, { rows: reading.rows, row: 0, cell: -1 });
+  }
+
+  at(pointer) {
+    const row = this.rows.find((each) => each.top <= pointer.y && pointer.y <= each.bottom);
+    const cell = row?.cells.find(([from, to]) => from <= pointer.x && pointer.x <= to);
+    return cell && this.told(row, cell);
+  }
+
+  step(right, down) {
+    this.row = Math.min(Math.max(this.row + down, 0), this.rows.length - 1);
+    const row = this.rows[this.row];
+    this.cell = Math.min(Math.max(this.cell + right, 0), row.cells.length - 1);
+    return this.told(row, row.cells[this.cell]);
+  }
+
+  told(row, [from, to, label, text, colour]) {
+    return {
+      place: { x: (from + to) / 2, y: (row.top + row.bottom) / 2 },
+      frame: { x: from, y: row.top, width: to - from, height: row.bottom - row.top },
+      title: row.title,
+      rows: [{ label, text, range: "", colour: `var(--${colour})` }],
+    };
+  }
 }
 
-/* The bar of a timeline under the pointer. */
-function span(reading, at) {
-  const [left, top, right, bottom] = reading.box;
-  const row = Math.floor(((at.y - top) / (bottom - top)) * reading.timeline.length);
-  const time = back(reading.x, at.x, left, right) * reading.x.unit;
-  const bars = reading.timeline[row] ?? [];
-  const [kind, start, end] = bars.find(([, from, to]) => from <= time && time <= to) ?? [];
-  if (!kind) return undefined;
-  const bar = { label: kind, text: seconds(end - start), colour: `var(--${kind})`, range: "" };
-  return { title: `worker ${row}, at ${seconds(start)}`, rows: [bar] };
-}
-
-function crosshair(box, found) {
+function mark(box, found) {
   const group = document.createElementNS(SVG, "g");
   group.setAttribute("class", "cross");
   const draw = (name, attributes, colour) => {
@@ -143,8 +189,9 @@ function crosshair(box, found) {
     if (colour) part.style.fill = colour;
     group.append(part);
   };
-  draw("line", { x1: found.cross, x2: found.cross, y1: box[1], y2: box[3] });
-  for (const row of found.rows) draw("circle", { cx: row.x, cy: row.y, r: 2.6 }, row.colour);
+  if (found.frame) draw("rect", found.frame);
+  else draw("line", { x1: found.place.x, x2: found.place.x, y1: box[1], y2: box[3] });
+  for (const dot of found.dots ?? []) draw("circle", { cx: dot.x, cy: dot.y, r: 2.6 }, dot.colour);
   return group;
 }
 
@@ -164,25 +211,24 @@ function fill(found) {
   tooltip.hidden = false;
 }
 
-function place(event) {
+function place({ x, y }) {
   const { offsetWidth: width, offsetHeight: height } = tooltip;
-  const right = event.clientX + 14 + width < innerWidth - 4;
-  const left = right ? event.clientX + 14 : Math.max(4, event.clientX - 14 - width);
-  const top = Math.min(event.clientY + 14, innerHeight - height - 4);
+  const right = x + 14 + width < innerWidth - 4;
+  const left = right ? x + 14 : Math.max(4, x - 14 - width);
+  const top = Math.min(y + 14, innerHeight - height - 4);
   tooltip.style.left = `${Math.max(4, Math.min(left, innerWidth - width - 4))}px`;
   tooltip.style.top = `${Math.max(4, top)}px`;
 }
 
-function axisName(reading) {
-  const names = { step: "step", gradient_steps: "gradients", time_s: "time", bytes_sent: "sent" };
-  return names[reading.axis] ?? reading.name;
+function formed(value, form) {
+  if (form === "seconds") return seconds(value);
+  if (form === "bytes") return bytes(value);
+  if (form === "count") return Math.round(value).toLocaleString("en");
+  return form === "times" ? `${Number(value.toPrecision(3))} x` : digits(value);
 }
 
-function axisValue(reading, value) {
-  if (reading.x.ticks) return reading.x.ticks[value];
-  if (reading.axis === "time_s") return seconds(value);
-  if (reading.axis === "bytes_sent") return bytes(value);
-  return reading.axis === "value" ? digits(value) : Math.round(value).toLocaleString("en");
+function bound(value, form) {
+  return value === null ? "no bound" : formed(value, form);
 }
 
 function digits(value) {
@@ -197,3 +243,15 @@ function bytes(value) {
   const power = Math.min(4, Math.max(0, Math.floor(Math.log10(Math.max(1, value)) / 3)));
   return `${digits(Number((value / 1000 ** power).toPrecision(4)))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
 }
+
+for (const section of document.querySelectorAll("section.workload")) {
+  const data = JSON.parse(section.querySelector("script.data").textContent);
+  const hidden = new Set(); // numbers of the lines that the legend has switched off
+  for (const set of section.querySelectorAll("fieldset.switch")) listen(section, set);
+  for (const button of section.querySelectorAll(".legend button")) toggle(section, button, hidden);
+  for (const variant of section.querySelectorAll(".variant")) hover(variant, data, hidden);
+}
+
+document.addEventListener("pointerdown", leave, { capture: true });
+document.addEventListener("scroll", leave, { passive: true });
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((all) => (all.open = true)));

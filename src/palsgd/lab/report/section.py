@@ -1,7 +1,6 @@
 """The section of the page about the runs of one workload."""
 
 import json
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,8 +13,11 @@ import numpy as np
 
 from palsgd import references
 from palsgd.lab.comparison import Comparison
-from palsgd.lab.groups import Group, group, named, shown, sortable
+from palsgd.lab.groups import Group, group, named
+from palsgd.lab.judging.robustness import FIELDS
 from palsgd.lab.report.ablations import Ablation, ablations, final
+from palsgd.lab.report.about import facts, notes, values_of
+from palsgd.lab.report.bars import PART_COLOURS, draw_spent, draw_timelines
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
 from palsgd.lab.report.figures import (
@@ -23,22 +25,22 @@ from palsgd.lab.report.figures import (
     Series,
     draw_ablation,
     draw_curves,
-    draw_timeline,
+    draw_speed_ups,
+    points,
 )
+from palsgd.lab.report.heat_maps import SHADES, best_of, draw_heat_map, heat_maps, in_words
+from palsgd.lab.report.speedups import QualityUnit, noise_line, speed_lines
 from palsgd.lab.report.styles import LineStyle, line_styles
-from palsgd.lab.report.tables import (
-    Table,
-    cost_table,
-    final_table,
-    settings_table,
-    target_table,
-)
-from palsgd.lab.report.timelines import KINDS, bars, shares
+from palsgd.lab.report.tables import Table, final_table, settings_table, target_table
+from palsgd.lab.report.timelines import KINDS, Bar, bars
 from palsgd.lab.run_folder import Run
-from palsgd.lab.timing.pace import NO_LINK
+from palsgd.lab.timing.pace import NO_LINK, PARTS
+from palsgd.lab.timing.shares import STEPS, shares
+from palsgd.lab.verdicts import judged
 
 _POINTS = 300  # points of a curve; fewer if there are many curves
 _TIMELINES = 8
+_MAPS = 12
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Panel:
     switch: str
     variants: dict[str, Plot]
     caption: str = ""
-    legend: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # where the section's does not serve
+    # where the section's legend does not serve: numbers of lines, or colours, with their words
+    legend: list[tuple[int, str]] = field(default_factory=list)
+    colours: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Section:
@@ -60,153 +62,179 @@ class Section:
     def __init__(self, number: int, runs: list[Run], figures: Path | None, link: str | None = None):
         self.number, self.runs, self.figures = number, runs, figures
         self.points: dict[str, Any] = {}  # what the tooltips show
-        self.workload = references.short(self.runs[0].workload)
-        self.metric = str(self.runs[0].config.get("metric") or "metric")
-        self.groups: list[Group] = group(self.runs)
+        self.workload = references.short(runs[0].workload)
+        self.metric = str(runs[0].config.get("metric") or "metric")
+        self.groups: list[Group] = group(runs)
         self.line_styles: list[LineStyle] = line_styles(self.groups)
         self.labels = [each.label for each in self.groups]
         self.comparison = Comparison(self.groups, link)
-        words = dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
-        if any(line["time_s"] is None for run in self.runs for line in run.lines):
-            del words["time_s"]  # simulated runs have no seconds
-        self.switches = {"axis": words}
-        self.curves = [self._panel(key) for key in ("loss", "metric", "train_loss")]
-        self.rounds = [self._panel(key) for key in ("distance", "agreement")]
-        self.ablations = [self._ablation(each) for each in ablations(self.groups)]
-        self.timelines = list(self._timelines())
+        self.unit = QualityUnit(self.comparison)
+        timed = any(pace is not None for pace in self.comparison.paces.values())
+        known = [axis for axis in AXES if timed or axis != "time_s"]
+        self.switches = {"axis": {axis: AXES[axis][0] for axis in known}}
+        first, *others = self._quantities()
+        self.main = list(filter(None, [self._speed_ups(), self._panel(first, wide=True)]))
+        self.curves = list(filter(None, map(self._panel, others)))
+        self.maps = list(self._maps())
+        self.ablations = list(self._ablations())
+        self.spent = self._spent()
+        self.timelines = self._timelines()
+        self.facts, self.notes = facts(runs), notes(runs)
 
-    @property
-    def to_target(self) -> Table | None:
-        return target_table(self.comparison, self.metric)
+    def _quantities(self) -> list[str]:
+        """The judged quality first."""
+        metric = "error" if self._is_share() else "metric"
+        found = ["loss", metric, "train_loss", "distance", "agreement"]
+        judged_on = metric if self.comparison.quality.on == "metric" else "loss"
+        return sorted(found, key=lambda quantity: quantity != judged_on)
 
-    @property
-    def tables(self) -> list[Table]:
-        found = [final_table(self.comparison, self.metric), cost_table(self.comparison)]
-        return [table for table in found if table.rows]
-
-    @property
-    def settings(self) -> Table | None:
-        return settings_table(self.groups)
-
-    @property
-    def all_settings(self) -> list[tuple[str, str]]:
-        """Every key of config.yaml, with each value that occurs."""
-        keys = dict.fromkeys(key for run in self.runs for key in run.config)
-        return [(key, self._values(key)) for key in keys]
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        return [
-            ("runs", str(len(self.runs))),
-            ("workers", self._values("workers")),
-            ("run as", self._run_as()),
-            ("machine", self._values("device")),
-            ("parameters", self._values("parameters")),
-            ("steps", self._values("steps")),
-            ("seeds", self._values("seed")),
-            ("versions", f"palsgd {self._values('palsgd')}, torch {self._values('torch')}"),
-        ]
+    def _is_share(self) -> bool:
+        """Is the metric one of which more is better, and 1 the best?"""
+        every = [line["metric"] for run in self.runs for line in run.evaluations]
+        higher = bool(self.runs[0].config.get("higher_is_better"))
+        return higher and all(0 <= value <= 1 for value in every if np.isfinite(value))
 
     @property
     def findings(self) -> list[str]:
         return self.comparison.verdicts
 
     @property
-    def notes(self) -> list[str]:
-        notes = [f"{run.name}: {note}." for run in self.runs for note in run.notes]
-        for run in self.runs:
-            if not run.finished:
-                at = f"step {run.lines[-1]['step']:,}" if run.lines else "no line yet"
-                notes.append(
-                    f"{run.name}: unfinished ({at}); its curves are shown, no final values."
-                )
-        clusters = dict.fromkeys(run.config.get("cluster") for run in self.runs)
-        for cluster in filter(None, clusters):
-            notes.append(
-                f"Simulated, and time is that of a model of the cluster {cluster}: a projection, "
-                "no measurement. Steps, gradients and bytes are what real workers would count."
-            )
-        if any(run.config.get("simulated") and not run.config.get("cluster") for run in self.runs):
-            notes.append(
-                "Simulated: one process did the work of all workers, so there are no seconds of a "
-                f"cluster ({NO_LINK}). Steps, gradients and bytes are what real workers would "
-                "count."
-            )
-        return notes
+    def tables(self) -> list[Table]:
+        found = [
+            target_table(self.comparison),
+            final_table(self.comparison, self.metric),
+            settings_table(self.groups),
+        ]
+        return [table for table in found if table is not None]
 
-    def _values(self, key: str) -> str:
-        values = sorted((run.config.get(key) for run in self.runs), key=sortable)
-        return ", ".join(dict.fromkeys(map(_text, values)))
+    @property
+    def all_settings(self) -> list[tuple[str, str]]:
+        """Every key of config.yaml, with each value that occurs."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.config)
+        return [(key, values_of(self.runs, key)) for key in keys]
 
-    def _run_as(self) -> str:
-        engines = {
-            f"simulated in one process ({run.config.get('engine')})"
-            if run.config.get("simulated")
-            else "real processes"
-            for run in self.runs
-        }
-        return ", ".join(sorted(engines))
+    # --- curves
 
-    # --- figures
-
-    def _panel(self, quantity: str) -> Panel | None:
+    def _panel(self, quantity: str, *, wide: bool = False) -> Panel | None:
         series = list(self._series(quantity))
         if not series:
             return None
         title = self._title(quantity)
-        self.points[quantity] = [_points(each) for each in series]
-        references = self._references(quantity)
-        draw = partial(draw_curves, learning=quantity in ("loss", "metric", "train_loss"))
-        variants = {
-            axis: self._plot(draw, f"{quantity}-{axis}", title, axis, series, references)
-            for axis in self.switches["axis"]
-        }
-        for axis, plot in variants.items():
-            plot.reading |= {"points": quantity, "axis": axis}
-        return Panel(title, "axis", variants, self._caption(quantity, series))
+        self.points[quantity] = [points(each) for each in series]
+        draw = partial(
+            draw_curves,
+            learning=quantity in ("loss", "error", "metric", "train_loss"),
+            error=quantity == "error",
+            wide=wide,
+        )
+        variants = {}
+        for axis in self.switches["axis"]:
+            if there := [each for each in series if axis in each.curve.x]:
+                name, marks = f"{quantity}-{axis}", self._references(quantity)
+                variants[axis] = self._plot(draw, name, title, axis, there, marks)
+                variants[axis].reading |= {"points": quantity, "axis": axis}
+        return Panel(title, "axis", variants, _caption(each.curve.n for each in series))
 
     def _series(self, quantity: str) -> Iterable[Series]:
-        points = max(60, min(_POINTS, 6 * _POINTS // len(self.groups)))
+        number_of_points = max(60, min(_POINTS, 6 * _POINTS // len(self.groups)))
         for number, each in enumerate(self.groups):
-            curve = average(each.runs, quantity, points=points)
+            pace = self.comparison.paces[each]
+            curve = average(each.runs, quantity, points=number_of_points, pace=pace)
             if curve is not None:
                 yield Series(number, each.label, self.line_styles[number], curve)
-
-    def _plot(self, draw: Any, name: str, *arguments: Any) -> Plot:
-        prefix = f"{self.number + 1}-" if self.number else ""
-        # the name becomes a file's name, and parts of it come from files
-        safe = re.sub(r"[^\w-]+", "_", prefix + name)
-        return draw(safe, *arguments, self.figures)
 
     def _title(self, quantity: str) -> str:
         return {
             "loss": "Validation loss",
             "metric": f"Validation {self.metric}",
+            "error": f"Validation error (1 - {self.metric})",
             "train_loss": "Training loss",
-            "distance": "Distance to the anchor",
-            "agreement": "Agreement of outer gradients",
+            "distance": "Distance to the anchor when a sync begins",
+            "agreement": "Cosine of outer gradients with their mean",
         }[quantity]
 
-    def _caption(self, quantity: str, series: list[Series]) -> str:
-        over = [
-            *(["workers"] if quantity == "distance" else []),
-            *(["runs"] if any(len(each.runs) > 1 for each in self.groups) else []),
-        ]
-        if not over or not any(each.curve.has_band for each in series):
-            return ""
-        return f"Line: mean over {' and '.join(over)}. Band: lowest to highest."
-
     def _references(self, quantity: str) -> list[Reference]:
+        found = []
         if quantity == "loss":
             known = (run.config.get("floor") for run in self.runs)
-            floors = _reference("floor", [float(floor) for floor in known if floor is not None])
-            return [*floors, *self._targets(quantity)]
-        return self._targets(quantity)
+            found += _reference("floor", [float(floor) for floor in known if floor is not None])
+        targets = [self.comparison.target_of(each) for each in self.groups]
+        on = "metric" if quantity == "error" else quantity
+        values = [each.value for each in targets if each is not None and each.on == on]
+        values = [1 - value for value in values] if quantity == "error" else values
+        return found + _reference("target", values)
 
-    def _targets(self, quantity: str) -> list[Reference]:
-        targets = {self.comparison.target_of(each) for each in self.groups}
-        values = [each.value for each in targets if each is not None and each.on == quantity]
-        return _reference("target", values)
+    # --- the main figure
+
+    def _speed_ups(self) -> Panel | None:
+        variants, title = {}, f"Speed-up against {self.unit.name}"
+        for axis in self.switches["axis"]:
+            plot = self._speed_up(axis)
+            if plot is not None:
+                variants[axis] = plot
+        if not variants:
+            return None
+        caption = (
+            f"What the baseline spends until it is at this {self.unit.name}, divided by what a "
+            "method spends: above 1 a method is ahead. A bar across the end of a line: the method "
+            f"stops, the baseline goes further. {self._bands()}"
+        )
+        if "time_s" not in variants:
+            caption += f" No seconds are known: {NO_LINK}."
+        return Panel(title, "axis", variants, caption)
+
+    def _speed_up(self, axis: str) -> Plot | None:
+        lines = speed_lines(self.comparison, list(judged(self.comparison)), axis, self.unit)
+        if not lines:
+            return None
+        series = []
+        for line in lines:
+            number = self.groups.index(line.group)
+            style = self.line_styles[number]
+            series.append(Series(number, line.group.label, style, line.curve, line.stops))
+        base = self.comparison.baseline(lines[0].group)
+        assert base is not None
+        levels = np.concatenate([line.curve.x["level"] for line in lines])
+        noise = noise_line(self.comparison, base, axis, levels, self.unit)
+        target = self.comparison.target
+        level = None
+        if target is not None:
+            level = float(self.unit.shown(np.array(self.comparison.quality.sign * target.value)))
+        name, word = f"speed-up-{axis}", AXES[axis][0]
+        title = f"Speed-up by {self.unit.name}: {base.label}'s {word} / the method's"
+        self.points[name] = [points(each) for each in series]
+        draw = partial(draw_speed_ups, falling=self.unit.falling)
+        plot = self._plot(draw, name, title, self.unit.name, series, noise, level)
+        plot.reading |= {"points": name, "axis": "level"}
+        return plot
+
+    def _bands(self) -> str:
+        if all(len(each.seeds) < 2 for each in self.groups):
+            return "One seed: no bands."
+        return (
+            f"Bands: 95% bootstrap over pairs of seeds, n = {_counts(self.groups)}; grey: one half "
+            "of the baseline's seeds against the other."
+        )
+
+    # --- grids and ablations
+
+    @property
+    def _varied(self) -> list[Group]:
+        """Groups that are settings of a method, and no controls."""
+        return [each for each in self.groups if each.given_name is None]
+
+    def _maps(self) -> Iterable[Panel]:
+        maps = heat_maps(self._varied)
+        self.shades = [(f"heat-{at}", words) for at, (_, words, _) in enumerate(SHADES)]
+        best = best_of(maps) if maps else 0.0
+        for number, each in enumerate(maps[:_MAPS]):
+            plot = self._plot(draw_heat_map, f"map-{number}", each, best)
+            yield Panel(each.label, "", {"": plot}, in_words(each, best))
+
+    def _ablations(self) -> Iterable[Panel]:
+        """What the maps show is not shown again."""
+        for each in ablations(self._varied, without=FIELDS if self.maps else ()):
+            yield self._ablation(each)
 
     def _ablation(self, ablation: Ablation) -> Panel:
         self.switches["final"] = {"metric": self.metric, "loss": "loss"}
@@ -217,7 +245,7 @@ class Section:
             name = f"by-{ablation.field}-{key}"
             plot = self._ablation_plot(ablation, key, name, first)
             if plot is not None:
-                plot.reading |= {"points": name, "axis": "value", "name": named(ablation.field)}
+                plot.reading |= {"points": name, "axis": "value"}
                 variants[key] = plot
         legend = [(first + at, bundle.label) for at, bundle in enumerate(ablation.bundles)]
         return Panel(f"by {named(ablation.field)}", "final", variants, "", legend)
@@ -230,13 +258,13 @@ class Section:
         ]
         if not series:
             return None
-        self.points[name] = [_points(each) for each in series]
+        self.points[name] = [points(each) for each in series]
         title = f"Final {self.metric if key == 'metric' else 'loss'} by {named(ablation.field)}"
         xlabel = named(ablation.field)
         if ablation.moved:
             xlabel += f" (with it: {', '.join(named(each) for each in ablation.moved[:3])})"
-        references = list(self._beside(ablation, key))
-        return self._plot(draw_ablation, name, title, xlabel, ablation.ticks, series, references)
+        beside = list(self._beside(ablation, key))
+        return self._plot(draw_ablation, name, title, xlabel, ablation.ticks, series, beside)
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
         for each in ablation.beside[:4]:
@@ -245,26 +273,52 @@ class Section:
                 value = fmean(values)
                 yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
 
-    def _timelines(self) -> Iterable[Panel]:
-        """The timelines of the first run of each group that recorded one."""
-        for number, each in enumerate(self.groups[:_TIMELINES]):
-            spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
-            if spans is None:
-                continue
-            workers = bars(spans)
-            plot = self._plot(draw_timeline, f"timeline-{number}", each.label, workers)
-            plot.reading["timeline"] = [
-                [[kind, _short(start), _short(end)] for kind, start, end in worker]
-                for worker in workers.values()
-            ]
-            yield Panel(each.label, "", {"": plot}, shares(spans))
+    # --- time
 
-    @property
-    def kinds(self) -> list[str]:
-        """The kinds of spans that the timelines show."""
-        plots = [plot for panel in self.timelines for plot in panel.variants.values()]
-        every = [bar for plot in plots for worker in plot.reading["timeline"] for bar in worker]
-        return [kind for kind in KINDS if any(bar[0] == kind for bar in every)]
+    def _spent(self) -> Panel | None:
+        """Where the time goes. Without a figure where nobody told the parts apart."""
+        known = {
+            each: pace
+            for each, pace in self.comparison.paces.items()
+            if pace is not None and any(run.lines for run in each.runs)
+        }
+        spent = {each.label: shares(each, pace) for each, pace in known.items()}
+        told = [part for part in PARTS if any(parts[part] for parts in spent.values())]
+        if len(told) < 2:
+            return None
+        title = f"Seconds of {STEPS:,} steps"
+        plot = self._plot(draw_spent, "spent", title, spent)
+        sources = dict.fromkeys(f"{pace.kind} {pace.source}" for pace in known.values())
+        caption = f"Of a worker, {'; '.join(sources)}."
+        colours = [(PART_COLOURS[part], part) for part in told]
+        return Panel(title, "", {"": plot}, caption, colours=colours)
+
+    def _timelines(self) -> Panel | None:
+        """Of the first run of each group that recorded one."""
+        found: dict[str, dict[int, list[Bar]]] = {}
+        for each in self.groups:
+            spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
+            if spans is not None and len(found) < _TIMELINES:
+                found[each.label] = bars(spans)
+        if not found:
+            return None
+        title = "What each worker did"
+        plot = self._plot(draw_timelines, "timelines", title, found)
+        kinds = {bar[0] for workers in found.values() for each in workers.values() for bar in each}
+        colours = [(kind, kind) for kind in KINDS if kind in kinds]
+        caption = (
+            "The first recorded steps or rounds of one run of each setting, by the runs' own "
+            "clocks, on one axis."
+        )
+        return Panel(title, "", {"": plot}, caption, colours=colours)
+
+    # --- for the template
+
+    def _plot(self, draw: Any, name: str, *arguments: Any) -> Plot:
+        prefix = f"{self.number + 1}-" if self.number else ""
+        # the name becomes a file's name, and parts of it come from files
+        safe = re.sub(r"[^\w-]+", "_", prefix + name)
+        return draw(safe, *arguments, self.figures)
 
     @property
     def data(self) -> str:
@@ -280,32 +334,22 @@ def _reference(name: str, values: list[float]) -> list[Reference]:
     return [Reference(name, min(values), max(values))] if values else []
 
 
-def _points(series: Series) -> dict[str, Any]:
-    curve = series.curve
-    points: dict[str, Any] = {"line": series.number, "label": series.label}
-    points["x"] = {key: _shortened(x) for key, x in curve.x.items()}
-    points["mean"] = _shortened(curve.mean)
-    if curve.has_band:
-        points |= {"low": _shortened(curve.low), "high": _shortened(curve.high)}
-    return points
+def _caption(counts: Iterable[int]) -> str:
+    """Of how many seeds the lines are, and what the bands are."""
+    known = sorted(set(counts))
+    if known == [1]:
+        return "One seed: no interval."
+    return f"Means over n = {_span(known)} seeds; bands: 95% t interval of the mean."
 
 
-def _shortened(values: np.ndarray) -> list[float]:
-    return [_short(value) for value in values]
+def _counts(groups: list[Group]) -> str:
+    return _span(sorted({len(each.seeds) for each in groups}))
 
 
-def _short(value: float) -> float:
-    """Six digits; counts stay whole."""
-    value = float(value)
-    if value.is_integer():
-        return int(value)
-    return float(f"{value:.6g}") if math.isfinite(value) else 0.0
+def _span(counts: list[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def _json(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c")
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and value >= 10_000 else shown(value)

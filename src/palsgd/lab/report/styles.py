@@ -16,6 +16,17 @@ THEME = {
     "wait": ("#dfe3e8", "#343a42"),
     "sync": ("#4a5568", "#c3cbd6"),
     "evaluate": ("#d9cfe6", "#5b4d70"),
+    "noise": ("#e3e6ea", "#2b3138"),
+    # of heat maps, from good to bad, and the ink on them
+    "heat-0": ("#12689d", "#7cc4f5"),
+    "heat-1": ("#4f94bd", "#4b93c4"),
+    "heat-2": ("#9cc3d9", "#356a8c"),
+    "heat-3": ("#f6d9a8", "#6b5426"),
+    "heat-4": ("#ecb277", "#94521f"),
+    "heat-5": ("#d98a4b", "#b8601c"),
+    "heat-6": ("#c9cdd2", "#41474f"),
+    "on-dark": ("#fffffe", "#0f1215"),
+    "on-light": ("#1c2126", "#f4f6f8"),
 }
 
 # The colours of methods that are not palsgd's own, or of another version. The rows of the others

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, differing, named, shown
+from palsgd.lab.judging.interval import Interval
 from palsgd.lab.report import formats
+from palsgd.lab.report.curves import AXES
 from palsgd.lab.verdicts import not_reached
 
 
 @dataclass(frozen=True)
 class Cell:
     text: str
-    note: str = ""
+    notes: tuple[str, ...] = ()  # small, below it
+    wide: bool = False  # it takes the whole row
 
 
 @dataclass(frozen=True)
@@ -31,119 +34,96 @@ class Table:
     rows: list[Row] = field(default_factory=list)
 
 
-def target_table(comparison: Comparison, metric: str) -> Table | None:
+def target_table(comparison: Comparison) -> Table | None:
     rows = comparison.to_target()
     if not rows:
         return None
     numbers = {group: at for at, group in enumerate(comparison.groups)}
     targets = list(dict.fromkeys(row.target for row in rows))[:4]
     values = "; ".join(f"{formats.number(target.value)}: {target.source}" for target in targets)
+    axes = [axis for axis in AXES if any(axis in row.costs for row in rows)]
     return Table(
         title="To the target",
         caption=f"Cost until the mean over seeds first is at {comparison.quality.name} {values}. "
-        "Between two evaluations by a straight line. Below: the 95% interval over seeds, and what "
-        "the baseline spends divided by it.",
-        head=["time", "steps", "gradients", "bytes"],
+        "Between two evaluations by a straight line. Below it: its 95% bootstrap interval over "
+        "seeds, and the baseline's cost divided by it, with an interval of the same kind.",
+        head=[AXES[axis][0] for axis in axes] or ["reached"],
         rows=[
-            Row(numbers[row.group], row.group.label, _target_cells(row, comparison)) for row in rows
+            Row(numbers[row.group], row.group.label, _target_cells(row, axes, comparison))
+            for row in rows
         ],
     )
 
 
-_TARGET_COLUMNS = {
-    "time_s": formats.seconds,
-    "step": formats.count,
-    "gradient_steps": formats.count,
-    "bytes_sent": formats.size,
-}
+_FORMS = {"seconds": formats.seconds, "bytes": formats.size, "count": formats.count}
 
 
-def _target_cells(row: ToTarget, comparison: Comparison) -> list[Cell]:
-    same = comparison.same_programs.get(row.group)
+def _target_cells(row: ToTarget, axes: list[str], comparison: Comparison) -> list[Cell]:
     if not row.reached:
-        return [Cell(not_reached(row)), *[Cell(formats.NONE)] * 3]
+        return [Cell(not_reached(row), wide=True)]
     cells = []
-    for axis, text in _TARGET_COLUMNS.items():
+    for axis in axes:
         if axis not in row.costs:
             cells.append(Cell(formats.NONE))
             continue
+        text = _FORMS[AXES[axis][2]]
         cost, gain = row.costs[axis].cost, row.speed_ups.get(axis)
         notes = [formats.interval(cost, text), "" if gain is None else formats.times(gain)]
-        cells.append(Cell(text(cost.value), " ".join(filter(None, notes))))
+        cells.append(Cell(text(cost.value), tuple(filter(None, notes))))
+    same = comparison.same_programs.get(row.group)
     if same is not None:
-        cells[0] = Cell(cells[0].text, f"the same program as {same.label}")
+        cells[0] = Cell(cells[0].text, (f"the same program as {same.label}",))
     return cells
 
 
-def final_table(comparison: Comparison, metric: str) -> Table:
+def final_table(comparison: Comparison, metric: str) -> Table | None:
+    """What each setting ends with, and what that cost."""
+    finals = {row.group: row for row in comparison.finals()}
+    if not finals:
+        return None
+    compared = any(row.difference is not None for row in finals.values())
+    beside = ["against the baseline"] if compared else []
     return Table(
-        title="Final values",
-        caption="Of the global model on the validation set: mean over seeds, with its 95% interval "
-        "where there are several. The last columns show the "
-        f"{comparison.quality.name} when the least is spent that runs of equal K and batch spent.",
-        head=["seeds", "loss", metric, *(f"at equal {word}" for word in _EQUAL.values())],
-        rows=_rows(comparison, _final_cells),
-    )
+        title="Final values, and what they cost",
+        caption="Of the global model on the validation set: mean over n seeds, with its 95% t "
+        "interval where there are several."
+        + (f" Against the baseline: its {comparison.quality.name}, relative, above zero where it "
+           "is worse, with the 95% t interval over pairs of seeds." if compared else "")
+        + " Costs are means of whole runs, counted by worker 0, evaluation excluded.",
+        head=["n", "loss", metric, *beside, "steps", "gradients", "exchanges", "bytes", "time"],
+        rows=[
+            Row(number, group.label, _final_cells(finals[group], compared, comparison))
+            for number, group in enumerate(comparison.groups)
+            if group in finals
+        ],
+    )  # fmt: skip
 
 
-_EQUAL = {
-    "step": "steps",
-    "gradient_steps": "gradients",
-    "examples": "examples",
-    "time_s": "time",
-}
-
-
-def _final_cells(row: Final) -> list[Cell]:
+def _final_cells(row: Final, compared: bool, comparison: Comparison) -> list[Cell]:
+    total, steps, pace = row.totals, row.totals["steps"], comparison.paces[row.group]
+    seconds = None if pace is None or steps is None else pace.seconds(steps)
     return [
-        Cell(str(len(row.group.finished)), _seeds(row.group)),
-        *(Cell(formats.number(v.value), formats.interval(v)) for v in (row.loss, row.metric)),
-        *(Cell(_equal(row, axis)) for axis in _EQUAL),
-    ]
-
-
-def _equal(row: Final, axis: str) -> str:
-    return formats.number(row.equal[axis].value) if axis in row.equal else formats.NONE
-
-
-def _seeds(group: Group) -> str:
-    return f"{len(group.seeds)} seeds" if len(group.seeds) > 1 else f"seed {group.seeds[0]}"
-
-
-def cost_table(comparison: Comparison) -> Table:
-    return Table(
-        title="What it cost",
-        caption="Whole runs, counted by worker 0, evaluation excluded; means over runs. "
-        "A mixing step is a step without a gradient.",
-        head=["steps", "gradients", "time", "waiting", "exchanging", "exchanges", "bytes"],
-        rows=_rows(comparison, _cost_cells),
-    )
-
-
-def _cost_cells(row: Final) -> list[Cell]:
-    total = row.totals
-    return [
-        Cell(formats.count(total["steps"])),
+        Cell(str(len(row.group.finished)), () if len(row.group.seeds) > 1 else (_seed(row.group),)),
+        *(_with_interval(each, formats.number) for each in (row.loss, row.metric)),
+        *([_difference(row.difference)] if compared else []),
+        Cell(formats.count(steps)),
         Cell(formats.count(total["gradient_steps"])),
-        Cell(formats.seconds(total["wall_s"])),
-        Cell(formats.seconds(total["waiting_s"]), _share(total["waiting_s"], total["wall_s"])),
-        Cell(formats.seconds(total["sync_s"]), _share(total["sync_s"], total["wall_s"])),
         Cell(formats.count(total["syncs"])),
         Cell(formats.size(total["bytes_sent"])),
+        Cell(formats.seconds(seconds), () if pace is None else (pace.kind,)),
     ]
 
 
-def _share(part: float | None, whole: float | None) -> str:
-    return formats.percent(part / whole) if part is not None and whole else ""
+def _seed(group: Group) -> str:
+    return f"seed {group.seeds[0]}"
 
 
-def _rows(comparison: Comparison, cells: Callable[[Final], list[Cell]]) -> list[Row]:
-    finals = {row.group: row for row in comparison.finals()}
-    return [
-        Row(number, group.label, cells(finals[group]))
-        for number, group in enumerate(comparison.groups)
-        if group in finals
-    ]
+def _difference(found: Interval | None) -> Cell:
+    return Cell(formats.NONE) if found is None else _with_interval(found, formats.percent)
+
+
+def _with_interval(found: Interval, text: Callable[[float | None], str]) -> Cell:
+    return Cell(text(found.value), tuple(filter(None, [formats.interval(found, text)])))
 
 
 def settings_table(groups: list[Group]) -> Table | None:

@@ -46,8 +46,8 @@ def _name(each: Group, run: Run, taken: set[str]) -> str:
 def _write(run: Run, add: Callable[..., None]) -> None:
     for line in run.lines:
         for quantity, tag in _TAGS.items():
-            spread = QUANTITIES[quantity](line)
-            if spread is not None:
-                add(tag, spread[0], line["step"], walltime=line["time_s"])
+            value = QUANTITIES[quantity](line)
+            if value is not None:
+                add(tag, value, line["step"], walltime=line.get("time_s"))
         if line.get("lr") is not None:
-            add("train/lr", line["lr"], line["step"], walltime=line["time_s"])
+            add("train/lr", line["lr"], line["step"], walltime=line.get("time_s"))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from palsgd.lab.report import formats
 from palsgd.lab.run_folder import Line
 
 KINDS = ("gradient", "mixing", "wait", "sync", "evaluate")
@@ -23,15 +22,6 @@ def bars(spans: list[Line]) -> dict[int, list[Bar]]:
         ]
         for worker in sorted({span["worker"] for span in spans})
     }
-
-
-def shares(spans: list[Line]) -> str:
-    """The share of each kind of span in the time of all workers together."""
-    spent = dict.fromkeys(KINDS, 0.0)
-    for span in spans:
-        spent[span["kind"]] = spent.get(span["kind"], 0.0) + span["end_s"] - span["start_s"]
-    whole = sum(spent.values()) or 1.0
-    return ", ".join(f"{kind} {formats.percent(s / whole)}" for kind, s in spent.items() if s)
 
 
 def _merged(spans: list[Line], *, gap: float) -> Iterator[Bar]:
