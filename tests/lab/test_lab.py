@@ -589,8 +589,8 @@ def test_points_that_share_a_program_end_as_each_alone(tmp_path):
 
 
 def test_a_random_sweep_runs_as_many_points_as_asked_for(tmp_path):
-    said = palsgd("sweep", "digits", "lr=1e-4..1e-2", "mix_prob=0.05..0.5", *TINY, "--random", 3,
-                  "--out", tmp_path)  # fmt: skip
+    said = palsgd("sweep", "digits", "lr=1e-4..1e-2", "mix_prob=0.05..0.5", "pull=0.5", *TINY,
+                  "--random", 3, "--out", tmp_path)  # fmt: skip
     assert said.code == 0, said.err
     found = records(tmp_path)
     assert len(found) == 3
