@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo lint bench mutants torch-tests clean
+.PHONY: setup test demo demo-picture lint bench mutants torch-tests clean
 
 setup: .venv/installed
 
@@ -14,6 +14,10 @@ setup: .venv/installed
 
 demo: setup
 	$(BIN)/palsgd demo
+
+# The picture of the README: the top of the demo's report. It needs a Chromium.
+demo-picture: setup
+	$(BIN)/palsgd demo --picture docs/report.png
 
 test: lint
 	$(BIN)/python -m pytest

@@ -20,6 +20,7 @@ SLOW_FILES = {
     "test_checkpoints.py",
     "test_cli.py",
     "test_codecs_converge.py",
+    "test_demo.py",
     "test_draws.py",
     "test_engines_agree.py",
     "test_every_method.py",
@@ -30,6 +31,7 @@ SLOW_FILES = {
     "test_tensors.py",
     "test_theory.py",
     "test_theory_verdicts.py",
+    "test_timing.py",
     "test_vectorized.py",
     "test_workloads.py",
 }

@@ -5,14 +5,21 @@ import math
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from palsgd.cluster import Cluster, Work
+from palsgd.lab import timeline, workloads
 from palsgd.lab.forecast import model_size
 from palsgd.lab.groups import group
-from palsgd.lab.run_folder import find_runs
-from palsgd.lab.timing import PARTS, Pace, paces, record, shares
+from palsgd.lab.launcher import Job, time_jobs
+from palsgd.lab.run_folder import RunFolder, find_runs
+from palsgd.lab.timing import PARTS, Pace, blocks, paces, record, shares
+from palsgd.lab.timing.measure import can_be_timed, measure
+from palsgd.lab.timing.pace import NO_LINK
 from palsgd.lab.timing.record import Session, Timed
 from support import runs
+from support.commands import apart, lines, palsgd
 
 LINK = "100mbit,20ms"
 DIGITS = model_size("digits").parameters
@@ -220,3 +227,166 @@ def test_a_timing_file_that_is_no_such_file_is_refused_by_name(tmp_path):
     (tmp_path / "timing.json").write_text(json.dumps({"schema": 9}))
     with pytest.raises(ValueError, match=r"timing\.json cannot be read"):
         paces(groups_in(tmp_path))
+
+
+# -- blocks in turn ------------------------------------------------------------------------------
+
+
+def timing_settings(**changes):
+    return workloads.recipe("digits").changed(
+        {"workers": 2, "steps": 64, "sync_every": 8, "warmup_steps": 4, **changes}
+    )
+
+
+def measured(runs_to_time, turns):
+    """In each of two processes: what was measured, which blocks were taken in which order, and how
+    many messages a block of a round took."""
+    order, sent = [], []
+    all_reduce = dist.all_reduce
+
+    def counted(*args, **how):
+        sent.append(1)
+        return all_reduce(*args, **how)
+
+    def note(name, take):
+        def taken(block):
+            before = len(sent)
+            found = take(block)
+            order.append((name, block.loop.settings.method, len(sent) - before))
+            return found
+
+        return taken
+
+    kinds = (blocks.StepsBlock, blocks.RoundBlock)
+    takes = [kind.take for kind in kinds]
+    dist.all_reduce = counted
+    try:
+        for kind, take in zip(kinds, takes, strict=True):
+            kind.take = note(kind.__name__, take)
+        found = measure(runs_to_time, workloads.load("digits"), turns=turns)
+    finally:
+        dist.all_reduce = all_reduce
+        for kind, take in zip(kinds, takes, strict=True):
+            kind.take = take
+    return found, order
+
+
+@pytest.fixture(scope="module")
+def two_processes(world):
+    wanted = {
+        "ddp": timing_settings(method="ddp"),
+        "diloco,seed=1": timing_settings(method="diloco", seed=1),
+        "diloco,seed=2": timing_settings(method="diloco", seed=2, lr=0.5),
+        "palsgd": timing_settings(method="palsgd", warmup_steps=0, mix_prob=0.25),
+    }
+    return world.run(measured, workers=2, runs_to_time=wanted, turns=3)
+
+
+def test_blocks_are_taken_in_turn_and_the_first_of_each_program_is_not_counted(two_processes):
+    _, order = two_processes[0]
+    names = [(kind, method) for kind, method, _ in order]
+    turn = names[4:8]
+    assert len(set(turn)) == 4  # alone, averaging, and a round of each local method
+    assert sorted(names[:4]) == sorted(turn)
+    assert names[4:] == 3 * turn
+
+
+def test_a_round_that_is_timed_beside_other_programs_sends_what_it_sends_alone(two_processes):
+    _, order = two_processes[0]
+    assert {sent for kind, _, sent in order[4:] if kind == "RoundBlock"} == {1}
+
+
+def test_runs_that_differ_in_nothing_that_takes_time_are_one_program(two_processes):
+    session, _ = two_processes[0]
+    names = [timed.runs for timed in session.programs]
+    assert ("diloco,seed=1", "diloco,seed=2") in names
+    assert len(names) == 3
+
+
+def test_ddp_has_parts_that_add_up_and_a_local_method_its_gradients_mixing_and_syncs(two_processes):
+    session, _ = two_processes[0]
+    ddp, own = session.program("ddp"), session.program("palsgd")
+    assert (ddp.warmup, ddp.local) == (None, None)
+    assert (own.warmup, own.averaging) == (0, None)
+    assert session.program("diloco,seed=1").averaging == ddp.averaging
+    steps_s, averaging = np.array(ddp.step_s), np.array(ddp.averaging)
+    computing, mixing, waiting, exchanging = averaging.T
+    assert np.all(computing <= steps_s + 1e-12)
+    assert np.all(mixing == 0)
+    assert np.all(waiting >= 0)
+    assert np.all(exchanging >= 0)
+    local = np.array(own.local)
+    np.testing.assert_allclose(local[:, 1], 0.25 * own.mixing_s)
+    assert np.all(local[:, 0] > 0)
+    assert local[:, 2:].sum() > 0
+    assert all(found == session for found, _ in two_processes)
+
+
+def test_only_numbers_of_steps_per_round_are_timed_and_other_rounds_count_by_their_own_clocks():
+    assert can_be_timed(timing_settings(method="ddp", sync_every="auto"))
+    assert can_be_timed(timing_settings(method="palsgd"))
+    assert not can_be_timed(timing_settings(method="palsgd", sync_every="auto"))
+
+
+def timed_twice(folder):
+    """timing.json after a comparison was timed, and after it was again, as when it is resumed."""
+    jobs = [
+        Job(settings=timing_settings(method=method), folder=folder / method, data=None,
+            download=False, resume=False, quiet=True)
+        for method in ("ddp", "localsgd")
+    ]  # fmt: skip
+    found = []
+    for _ in range(2):
+        time_jobs(jobs, torch.device("cpu"), workloads.load)
+        found.append((folder / "timing.json").read_bytes())
+    return found
+
+
+def test_a_comparison_is_timed_once_so_a_resumed_one_keeps_its_seconds(world, tmp_path):
+    first, again = world.run(timed_twice, workers=2, folder=tmp_path)[0]
+    assert first == again
+    (session,) = record.read(tmp_path)
+    assert {name for each in session.programs for name in each.runs} == {"ddp", "localsgd"}
+
+
+def test_a_real_comparison_has_blocks_its_own_seconds_and_a_timeline_of_ddp(tmp_path):
+    out = tmp_path / "out"
+    words = ("digits", "--methods", "ddp,diloco", "--workers", 2, "--steps", 24, "--sync-every", 8,
+             "warmup_steps=4", "--no-report", "--quiet", "--out", out)  # fmt: skip
+    assert apart("compare", *words, timeout=300).code == 0
+    (session,) = record.read(out)
+    assert {name for each in session.programs for name in each.runs} == {"ddp", "diloco"}
+    assert lines(out / "ddp")[-1]["time_s"] > 0
+    spans = RunFolder(out / "ddp").timeline()
+    assert {"gradient", "sync"} <= {span["kind"] for span in spans}
+    assert {span["worker"] for span in spans} == {0, 1}
+
+
+def test_a_simulated_comparison_has_no_seconds_but_its_own(tmp_path):
+    said = palsgd("compare", "digits", "--simulate", "--methods", "ddp,palsgd", "--steps", 24,
+                  "--workers", 2, "--no-report", "--quiet", "--out", tmp_path / "out")  # fmt: skip
+    assert said.code == 0, said.err
+    assert NO_LINK in said.out
+    for method in ("ddp", "palsgd"):
+        found = lines(tmp_path / "out" / method)
+        assert {line["time_s"] for line in found} == {None}
+        assert found[-1]["simulation_s"] > 0
+        summary = json.loads((tmp_path / "out" / method / "summary.json").read_text())
+        timed_keys = ("wall_s", "time_to_target_s", "metric_at_equal_time")
+        assert {summary[key] for key in timed_keys} == {None}
+
+
+# -- the timeline of averaged steps --------------------------------------------------------------
+
+
+def test_in_a_step_that_averages_each_worker_waits_for_the_last_one_to_compute():
+    def span(worker, start, end, step):
+        return {"worker": worker, "kind": "sync", "start_s": start, "end_s": end, "step": step}
+
+    early, late = [span(0, 1.0, 3.0, 1)], [span(1, 2.5, 3.1, 1)]
+    found = timeline.joined([early, late])
+    assert found == [
+        {"worker": 0, "kind": "wait", "start_s": 1.0, "end_s": 2.5},
+        {"worker": 0, "kind": "sync", "start_s": 2.5, "end_s": 3.0},
+        {"worker": 1, "kind": "sync", "start_s": 2.5, "end_s": 3.1},
+    ]

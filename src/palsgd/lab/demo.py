@@ -7,16 +7,21 @@ Elsewhere the cluster's model projects the steps that were measured here. Seeds 
 in this file and in the recipe's tuned settings: both were fixed before the test images were read.
 """
 
+import contextlib
+import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from palsgd.lab.launcher import Job
+from palsgd.lab.launcher import Job, affordable
 from palsgd.lab.links import Link, job_main, unavailable
 from palsgd.lab.methods import default_names, mixing
-from palsgd.lab.run_list import with_seeds, with_tuned
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.run_list import compared_runs
 from palsgd.lab.run_set import Options, check_folder, run_all
 from palsgd.lab.settings import Settings
-from palsgd.lab.tuning.tuned_file import shipped
+from palsgd.lab.timing import record
 from palsgd.lab.workloads import recipe
 
 RECIPE = "digits"
@@ -26,19 +31,15 @@ FIRST_SEED = 1
 OVER_LINK_S = 40.0  # of training over the emulated link
 
 
-def demo_runs(steps: int | None = None) -> dict[str, Settings]:
-    """Every method with its tuned settings and all seeds, the mixing method first, which is what
-    the demo is about and is the first to be trained over the link."""
+def demo_runs() -> dict[str, Settings]:
+    """Every method with its tuned settings and all seeds, seed by seed. The mixing method is first,
+    which is what the demo is about: it is the first to be trained over the link."""
     # checkpoints would be waited for over the link; the whole demo is done again as quickly
     base = recipe(RECIPE).changed({"seed": FIRST_SEED, "checkpoint_every": 10**6})
     names = sorted(default_names(), key=lambda name: name != mixing().name)
-    chosen = {name: base.changed({"method": name}) for name in names}
-    if RECIPE in shipped():
-        chosen, _ = with_tuned(chosen, RECIPE)
-    if steps is not None:
-        chosen = {name: each.changed({"steps": steps}) for name, each in chosen.items()}
-    runs = with_seeds(chosen, SEEDS)
-    return dict(sorted(runs.items(), key=lambda run: run[1].seed))  # seed by seed
+    wanted = {name: base.changed({"method": name}) for name in names}
+    runs, _ = compared_runs(wanted, recipe=RECIPE, seeds=SEEDS)
+    return dict(sorted(runs.items(), key=lambda run: run[1].seed))
 
 
 def run_demo(
@@ -52,18 +53,36 @@ def run_demo(
     out.mkdir(parents=True, exist_ok=True)
     reason = unavailable()
     if reason is None:
-        _over_link(runs, out, link, options)
+        _over_link(runs, out, link, quiet=options.quiet)
+    # all runs where there is no link, else those that are missing; and what they come to
     run_all(runs, out, Options(device="cpu", quiet=options.quiet, resume=True))
     return reason
 
 
-def _over_link(runs: Mapping[str, Settings], out: Path, link: str, options: Options) -> None:
-    """All runs are timed; those are trained that fit into the seconds there are."""
+def _over_link(runs: Mapping[str, Settings], out: Path, link: str, *, quiet: bool) -> None:
+    """Time all runs over the link, then train some over it and the others beside them: workers
+    behind a slow link hardly compute."""
     jobs = [
-        Job(settings=settings, folder=out / name, data=None, download=False, resume=options.resume,
-            quiet=options.quiet)
+        Job(settings=settings, folder=out / name, data=None, download=False, resume=False,
+            quiet=quiet)
         for name, settings in runs.items()
-        if not (out / name / "summary.json").exists()
+        if not RunFolder(out / name).finished
     ]  # fmt: skip
-    if jobs:
-        job_main.run(jobs, "cpu", link, within_s=OVER_LINK_S)
+    if not jobs:
+        return
+    # A daemon, and its workers end with this process: Ctrl-C waits for nobody.
+    beside = threading.Thread(target=_train_beside, args=(jobs,), daemon=True)
+    beside.start()
+    job_main.run(jobs, "cpu", link, within_s=OVER_LINK_S)
+    beside.join()
+
+
+def _train_beside(jobs: list[Job]) -> None:
+    """Train over loopback what is not trained over the link, once everything has been timed."""
+    while any(record.session_of(job.folder) is None for job in jobs):
+        time.sleep(0.2)
+    over_link = affordable(jobs, OVER_LINK_S)
+    others = [replace(job, quiet=True) for job in jobs if job not in over_link]
+    if others:
+        with contextlib.suppress(RuntimeError):  # what is missing is done again, and says why
+            job_main.run(others, "cpu")

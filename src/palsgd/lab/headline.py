@@ -35,6 +35,8 @@ def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
     """How much sooner the baseline's quality is reached; if it never is, how much sooner the best
     quality that is reached."""
     own, name, quality = row.group, _title(row.group), comparison.quality
+    if comparison.same_programs.get(own) is base:
+        return f"{name} is the same program as {_title(base)}"
     if row.reached:
         return f"{name} reaches {_title(base)}'s {quality.name} {_sooner(row.speed_ups['time_s'])}"
     level = fmean(comparison.final_losses(own).values())

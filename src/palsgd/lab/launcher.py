@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import gc
 import logging
 import math
 import os
@@ -28,6 +29,7 @@ from palsgd.lab.timing.measure import can_be_timed, measure
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+from palsgd.progress import Whole
 
 _HANDLED = [
     getattr(signal, name)
@@ -62,11 +64,11 @@ def first_rank() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_jobs(jobs: list[Job], device: str) -> None:
+def run_jobs(jobs: list[Job], device: str, whole: Whole | None = None) -> None:
     """Run the jobs one after another in the same processes, as starting processes takes longer than
-    a short run."""
+    a short run. `whole` is what they are part of."""
     if under_torchrun():
-        work(jobs, device)
+        work(jobs, device, whole)
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -84,7 +86,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
     )
     try:
         with _environment(), interrupts.starting_children():
-            elastic_launch(config, work)(jobs, device)
+            elastic_launch(config, work)(jobs, device, whole)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
     except ChildFailedError as error:
@@ -110,9 +112,16 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
     return RuntimeError(f"worker {rank} failed: {last}")
 
 
-def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float = math.inf) -> None:
-    """Time and run the jobs in a worker process. `link` is the emulated one between the workers.
-    Jobs that would take more than `within_s` in all are timed only."""
+def work(
+    jobs: list[Job],
+    wanted: str,
+    whole: Whole | None = None,
+    link: str | None = None,
+    within_s: float = math.inf,
+) -> None:
+    """Time and run the jobs in a worker process. `whole` is what they are part of, `link` the
+    emulated one between the workers. Jobs that would take more than `within_s` in all are timed
+    only."""
     interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
@@ -123,12 +132,12 @@ def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float 
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     try:
         jobs = _as_rank_0_has_them(jobs)
-        _time(jobs, device, loaded, link)
+        time_jobs(jobs, device, loaded, link)
         if within_s < math.inf:
-            jobs = _as_rank_0_has_them(_affordable(jobs, within_s))
+            jobs = _as_rank_0_has_them(affordable(jobs, within_s))
         for job in jobs:
             try:
-                _work_on(job, device, loaded)
+                _work_on(job, device, loaded, whole)
             except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
                 if dist.get_rank() == 0:
                     RunFolder(job.folder).write_failure(error)
@@ -136,8 +145,11 @@ def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float 
         dist.destroy_process_group()
 
 
-def _time(
-    jobs: list[Job], device: torch.device, load: Callable[..., Workload], link: str | None
+def time_jobs(
+    jobs: list[Job],
+    device: torch.device,
+    load: Callable[..., Workload],
+    link: str | None = None,
 ) -> None:
     """Time the steps of all jobs that are compared, in turn, before the first one is trained. What
     a collection has timed already is not timed again, so that a resumed one keeps its seconds."""
@@ -150,6 +162,7 @@ def _time(
         session = measure(runs, _workload(alike[0], device, load), link=link)
         if dist.get_rank() == 0:
             record.add(alike[0].folder.parent, session)
+    gc.collect()  # the programs that were timed, and their memory
     dist.barrier()
 
 
@@ -160,7 +173,7 @@ def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
     return list(found.values())
 
 
-def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
+def affordable(jobs: list[Job], within_s: float) -> list[Job]:
     """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
     found = []
     for job in jobs:
@@ -173,10 +186,13 @@ def _affordable(jobs: list[Job], within_s: float) -> list[Job]:
     return found
 
 
-def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
+def _work_on(
+    job: Job, device: torch.device, load: Callable[..., Workload], whole: Whole | None
+) -> None:
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
-    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
+    gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
+    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train(whole)
 
 
 def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from palsgd.lab.factory import (
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
+from palsgd.lab.timing import Pace
+from palsgd.lab.timing.projection import projected_pace
 from palsgd.lab.trainer import WARMUP_LINES, run_config, start_line
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
@@ -166,7 +169,9 @@ class SimulatedRun:
             torch.manual_seed(self.settings.seed)
             model = self.workload.model().to(self.workload.device)
         first = start_line(self.settings, self.steps, self.settings.workers)
-        self._lines = [first | self._evaluate(model)]
+        self._lines = [
+            first | {"time_s": self._time(0), "simulation_s": 0.0} | self._evaluate(model)
+        ]
         if self._writes:
             config = run_config(
                 self.settings, self.workload, self.steps, engine=engine, model=model
@@ -245,6 +250,17 @@ class SimulatedRun:
                 self._losses = []
         self._seen = len(history)
 
+    def _time(self, clock: int) -> float | None:
+        """The seconds on the cluster that the settings name. The simulation's own say nothing about
+        a run: one process does the work of all workers, and perhaps of other runs too."""
+        return None if self._pace is None else self._pace.seconds(clock)
+
+    @cached_property
+    def _pace(self) -> Pace | None:
+        cluster = self.settings.cluster
+        config = self.settings.as_dict() | {"steps": self.steps}
+        return None if cluster is None else projected_pace(config, cluster)
+
     def _line(self, entry: dict[str, Any], norm: float | None) -> dict[str, Any]:
         """A line of metrics.jsonl. `norm` is that of the mean displacement at the sync, if it was
         one."""
@@ -252,7 +268,7 @@ class SimulatedRun:
         line = {
             "step": clock,
             "gradient_steps": entry["gradient_steps"],
-            "time_s": entry.get("time_s", entry["seconds"]),
+            "time_s": self._time(clock),
             "simulation_s": entry["seconds"],
             "bytes_sent": entry["bytes_sent"],
             "syncs": entry["syncs"],

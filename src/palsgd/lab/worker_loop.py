@@ -19,14 +19,17 @@ from palsgd.lab.workload import Workload
 
 class WorkerLoop:
     """Every rank makes one. A worker has one rank or several, which share its batches and average
-    every gradient. `settings` are in steps, not in epochs."""
+    every gradient. `settings` are in steps, not in epochs. Optimizers that share a process group
+    compare before each exchange whose it is, which costs a message; programs that are timed beside
+    each other have a group each."""
 
-    def __init__(self, settings: Settings, workload: Workload):
+    def __init__(self, settings: Settings, workload: Workload, *, own_group: bool = False):
         self.settings, self.workload = settings, workload
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
         self.net = workload.model().to(workload.device)
+        self._own_group: Any = dist.new_group() if own_group and self.world > 1 else None
         self.model, group = self._wrapped()
         self.opt: palsgd.LocalOptimizer = build_optimizer(settings, self.steps, self.model, group)
         torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
@@ -38,7 +41,16 @@ class WorkerLoop:
             mesh = palsgd.worker_groups(self.settings.ranks_per_worker)
             inside, workers = mesh["inside"].get_group(), mesh["workers"].get_group()
             return DistributedDataParallel(self.net, process_group=inside), workers
-        return DistributedDataParallel(self.net) if self.world > 1 else self.net, None
+        if self.world == 1:
+            return self.net, None
+        return DistributedDataParallel(self.net, process_group=self._own_group), self._own_group
+
+    def close(self) -> None:
+        """End a program of which nothing is kept. One that is dropped unsynced would be warned
+        about."""
+        self.opt.finish()
+        if self._own_group is not None:
+            dist.destroy_process_group(self._own_group)
 
     def batches(self) -> Iterator[Any]:
         """This rank's parts of its worker's batches, by index, so that a resumed run continues with

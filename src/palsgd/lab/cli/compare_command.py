@@ -13,6 +13,7 @@ from palsgd.lab.cli.common_options import (
     MixProb,
     MixRate,
     OnCluster,
+    OnLink,
     Out,
     Pull,
     Quiet,
@@ -30,7 +31,6 @@ from palsgd.lab.cli.common_options import (
     cluster_fields,
     method_names,
     new_folder,
-    runs_of,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
@@ -45,6 +45,7 @@ def compare(
     ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
     cluster: OnCluster = None,
+    link: OnLink = None,
     steps: Steps = None,
     sync_every: SyncEvery = None,
     mix_prob: MixProb = None,
@@ -69,6 +70,7 @@ def compare(
 
     Example: palsgd compare digits --simulate --seeds 5 --controls
     """
+    from palsgd.lab.methods import runs_of
     from palsgd.lab.run_list import compared_runs
 
     flags = {
@@ -84,6 +86,7 @@ def compare(
         given=given | assignments(changes or []).keys(),
     )  # fmt: skip
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
-         download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
+         download=download, device=device, force=force, resume=resume, quiet=quiet,
+         link=link)  # fmt: skip
     for remark in remarks:  # last: bad input gets one line
         typer.echo(remark, err=True)

@@ -13,8 +13,9 @@ from palsgd.lab.settings import Settings
 
 def run_and_show(
     runs: dict[str, Settings], out: Path, report: bool, *, swept: tuple[str, ...] = (),
-    **options: Any,
+    link: str | None = None, **options: Any,
 ) -> None:  # fmt: skip
+    """`link`: what the report and the table project seconds on."""
     from palsgd.lab.launcher import StoppedError, first_rank
     from palsgd.lab.run_set import FailedRunsError, Options, run_all
 
@@ -26,19 +27,19 @@ def run_and_show(
     except FailedRunsError as error:
         failure = error
     if first_rank():
-        show(out, report)
+        show(out, report, link)
     if failure is not None:
         raise failure
 
 
-def show(out: Path, report: bool) -> None:
+def show(out: Path, report: bool, link: str | None = None) -> None:
     """What the runs in a folder say, as far as they went."""
     from palsgd.lab.report import write_report
 
-    print_table([out])
+    print_table([out], link)
     typer.echo(f"results: {out}")
     if report:
-        typer.echo(f"report: {write_report([out], out / 'report.html')}")
+        typer.echo(f"report: {write_report([out], out / 'report.html', link=link)}")
 
 
 def stop(out: Path) -> NoReturn:

@@ -21,7 +21,7 @@ class Block(ABC):
     """Some steps of one program. The program goes on from block to block."""
 
     def __init__(self, settings: Settings, workload: Workload):
-        self.loop = WorkerLoop(settings, workload)
+        self.loop = WorkerLoop(settings, workload, own_group=True)
         self._batches = self.loop.batches()
 
     @abstractmethod

@@ -19,7 +19,7 @@ from palsgd.lab.timing.blocks import Block, RoundBlock, StepsBlock
 from palsgd.lab.timing.record import Session, Timed
 from palsgd.lab.workload import Workload
 
-TURNS = 9
+TURNS = 7
 _NEVER = 10**6  # steps of a round that does not end
 
 # Settings that do not change what a step takes. All others may, and make programs of their own.
@@ -99,7 +99,8 @@ class _Programs:
         for kind, *rows in zip(self._blocks, *taken, strict=True):
             self._figures[kind] = _over_processes(rows)
         for block in self._blocks.values():
-            block.loop.opt.finish()  # one that is dropped unsynced would be warned about
+            block.loop.close()
+        self._blocks.clear()
 
     def kind(self, settings: Settings) -> Kind:
         without = TIMELESS | without_effect(settings.method)

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from palsgd.cluster import Cluster, Work
-from palsgd.cluster.events import Projection
+from palsgd.cluster import Cluster, Projection, TimeSimulation, Work
 from palsgd.cluster.gradient_counts import Counts, Expected
 from palsgd.lab.forecast import Forecast, forecast, model_size
 from palsgd.lab.programs import settings_in
-from palsgd.lab.timing.pace import Pace
+from palsgd.lab.timing.pace import PARTS, Pace
 from palsgd.payload import MethodSize
 
 # Steps of each phase that are projected: the others take as long
@@ -103,8 +102,21 @@ def _steps(ahead: Forecast, cluster: Cluster) -> dict[str, list[float] | None]:
         averaged = Work.ddp(work.parameters, buffers=work.buffers)
         found["averaging"] = _step(cluster, averaged, min(ahead.warmup, MOST_STEPS))
     if ahead.local:
-        found["local"] = _local_step(ahead, cluster, work)
+        differ = ahead.settings.rounds_differ
+        found["local"] = (_mean_local_step if differ else _local_step)(ahead, cluster, work)
     return found
+
+
+def _mean_local_step(ahead: Forecast, cluster: Cluster, work: Work) -> list[float]:
+    """Where rounds differ in length, the mean over the whole run."""
+    machine = TimeSimulation(cluster, work, end=ahead.steps)
+    machine.run_until(ahead.steps, ahead.schedule)
+    whole = np.array(_spent(machine.projection, cluster, ahead.steps))
+    warm = np.zeros(len(PARTS))
+    if ahead.warmup:
+        averaged = Work.ddp(work.parameters, buffers=work.buffers)
+        warm = ahead.warmup * np.array(_step(cluster, averaged, ahead.warmup))
+    return list(np.maximum(0.0, whole - warm) / ahead.local)
 
 
 def _local_step(ahead: Forecast, cluster: Cluster, work: Work) -> list[float]:
@@ -120,9 +132,14 @@ def _local_step(ahead: Forecast, cluster: Cluster, work: Work) -> list[float]:
 
 
 def _step(cluster: Cluster, work: Work, steps: int, counts: Counts | None = None) -> list[float]:
-    found: Projection = cluster.project(work, steps=steps, counts=counts)
+    found = cluster.project(work, steps=steps, counts=counts)
+    return [seconds / steps for seconds in _spent(found, cluster, steps)]
+
+
+def _spent(found: Projection, cluster: Cluster, steps: int) -> list[float]:
+    """The seconds by PARTS. They are means over workers, and the last worker ends the run: the
+    others wait for it."""
     mixing = cluster.mix * (steps - found.gradient_steps)
     spent = [found.compute_s - mixing, mixing, found.wait_s, found.exchange_s]
-    # the last worker ends the run, the parts are means over workers
     spent[2] += max(0.0, found.time_s - math.fsum(spent))
-    return [seconds / steps for seconds in spent]
+    return spent
