@@ -12,7 +12,7 @@ import yaml
 
 from palsgd import progress
 from palsgd.lab import cli, provenance, workloads
-from palsgd.lab.cli import compare_command, running, sweep_command, train_command
+from palsgd.lab.cli import compare_command, sweep_command, train_command
 from support.commands import apart, environment, lines, palsgd, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
@@ -87,13 +87,13 @@ def test_examples_are_accepted_as_they_stand(tmp_path, monkeypatch):
     """All but what they run: flags and settings are read, nothing starts."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    for module in (running, train_command, compare_command, sweep_command):
+    for module in (train_command, compare_command, sweep_command):
         monkeypatch.setattr(module, "run_and_show", lambda runs, *args, **kwargs: ran.append(runs))
     for command in ("train", "compare", "sweep"):
         example = re.search(r"Example: palsgd (.*)", palsgd(command, "--help").out).group(1)
         assert palsgd(*example.split()).code == 0
     train, compare, sweep = (len(runs) for runs in ran)
-    assert (train, sweep) == (1, 6)
+    assert (train, sweep) == (1, 2 * 2 * 3)
     assert compare > 4 * 5  # four methods and some controls, with five seeds each
     assert compare % 5 == 0
 

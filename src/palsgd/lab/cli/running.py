@@ -7,20 +7,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from palsgd.lab.cli.common_options import new_folder
 from palsgd.lab.cli.output import fail, print_table
 from palsgd.lab.settings import Settings
-
-
-def run_compared(
-    settings: Settings, methods: tuple[str, ...], out: Path | None, name: str, *,
-    report: bool = True, **options: Any,
-) -> None:  # fmt: skip
-    from palsgd.lab.methods import runs_of
-
-    run_and_show(
-        runs_of(settings, methods), out or new_folder(name), report, share_program=False, **options
-    )
 
 
 def run_and_show(
