@@ -89,8 +89,10 @@ class _Steps:
             session = record.session_of(place)
             if session is not None and (timed := session.program(place.name)):
                 ring = {"all_reduce": "gloo"} if session.backend == "gloo" else {}
-                fields = ring | {"mix": timed.mixing_s}
-                found.setdefault(_kind(run), _Step(timed.step_s, fields))
+                known = found.get(_kind(run), _Step(timed.step_s, ring | {"mix": 0.0}))
+                # methods without mixing steps have measured none
+                mix = max(known.fields["mix"], timed.mixing_s)
+                found[_kind(run)] = replace(known, fields={**known.fields, "mix": mix})
         return cls(found)
 
     def of_group(self, group: Group) -> _Step:
