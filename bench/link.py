@@ -1,11 +1,13 @@
 """Every method over emulated links: the tables of `palsgd bench link` in bench/README.md.
 
-    sudo python bench/link.py --out bench/results/link-epyc2.json
+    sudo python bench/link.py --out bench/results/link-2cores.json    # about 40 minutes
     sudo python bench/link.py --only 100mbit none
     sudo python bench/link.py --ring 4200000     # only bare all-reduces of so many bytes
 
 Each case is one command, which is printed before it runs; each has the four methods in one run, so
-that ratios are of times taken within minutes. Linux and root; --tiny does without links.
+that ratios are of times taken within minutes. All cases are run --repeats times, one after another,
+so that a slow hour hits all alike; figures are means with 95% intervals over the repeats, and those
+of ratios are of ratios within a run. Linux and root; --tiny does without links.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from typing import Any
 
 from common import add_record_options, provenance, save, summary
 
+from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.links import Link, Network
 from palsgd.lab.links.link import modelled_ring_seconds
 
@@ -35,9 +38,6 @@ CASES = {
     "lossy": "--rate 100mbit --lossy 0.01",
 }
 TINY = "digits --workers 2 --steps 4 --sync-every 2 --methods ddp,diloco"
-COLUMNS = ("links", "method", "ms a step", "by the model", "exchanging", "ms an exchange",
-           "MB, ledger", "MB, kernel", "kernel / ring", "faster than DDP")  # fmt: skip
-
 RING_LINKS = (Link("10mbit"), Link("100mbit"), Link("1gbit"), Link(), Link("100mbit", 20),
               Link("100mbit", 50), Link("100mbit", 150), Link("1gbit", 50))  # fmt: skip
 RING_COLUMNS = ("links", "ms, median", "repeats", "in theory", "ratio")
@@ -57,20 +57,23 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--ring", type=int, metavar="BYTES")
+    parser.add_argument("--repeats", type=int, default=5)
     add_record_options(parser)
     args = parser.parse_args()
     if args.ring is not None:
         print(markdown([RING_COLUMNS, *(bare_ring(link, args.ring) for link in RING_LINKS)]))
         return
     record: dict[str, Any] = provenance("cpu", tiny=args.tiny) | {"cases": {}, "untimed": {}}
-    for name in ["none"] if args.tiny else args.only:
-        found = record["cases"][name] = measured(CASES[name], tiny=args.tiny)
-        record["untimed"][name] = untimed(found)
-        save(record, args.out)
+    for _ in range(1 if args.tiny else args.repeats):
+        for name in ["none"] if args.tiny else args.only:
+            found = measured(CASES[name], tiny=args.tiny)
+            record["cases"].setdefault(name, []).append(found)
+            record["untimed"][name] = untimed(found)
+            save(record, args.out)
     cases = record["cases"].values()
-    print(markdown([COLUMNS, *(row for found in cases for row in rows(found))]))
-    for found in cases:
-        print(ring(found))
+    print(markdown([COLUMNS, *(row for repeats in cases for row in rows(repeats))]))
+    for repeats in cases:
+        print(ring(repeats[-1]))
     print(summary(record))
 
 
@@ -103,27 +106,44 @@ def bare_ring(link: Link, size: int) -> tuple[str, ...]:
     return words, f"{1e3 * found:.0f}", str(len(times)), f"{1e3 * theory:.0f}", ratio
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def rows(repeats: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """One for each method of a case."""
     return [
         (
-            found["links_in_words"],
+            repeats[0]["links_in_words"],
             name,
-            f"{1e3 * run['step_s']:.0f}",
-            f"{1e3 * run['projected_step_s']:.0f}",
-            f"{100 * run['communicating']:.0f}%",
-            f"{1e3 * run['exchange_s']:.0f}",
-            f"{run['bytes_sent'] / 1e6:.1f}",
-            _or_none(run["kernel_bytes"], lambda sent: f"{sent / 1e6:.1f}"),
-            _or_none(run["kernel_over_ring"], lambda ratio: f"{ratio:.3f}"),
-            f"{run['speedup_over_ddp']:.2f} x",
+            *(
+                figure([shown(found["methods"][name]) for found in repeats], form)
+                for shown, form in FIGURES.values()
+            ),
         )
-        for name, run in found["methods"].items()
+        for name in repeats[0]["methods"]
     ]
 
 
-def _or_none(value: float | None, words: Callable[[float], str]) -> str:
-    """Over loopback the kernel counts everybody's bytes, and so nobody's."""
-    return "" if value is None else words(value)
+FIGURES: dict[str, tuple[Callable[[dict[str, Any]], float | None], str]] = {
+    "ms a step": (lambda run: 1e3 * run["step_s"], "{:.0f}"),
+    "by the model": (lambda run: 1e3 * run["projected_step_s"], "{:.0f}"),
+    "exchanging": (lambda run: 100 * run["communicating"], "{:.0f}%"),
+    "ms an exchange": (lambda run: 1e3 * run["exchange_s"], "{:.0f}"),
+    "MB, ledger": (lambda run: run["bytes_sent"] / 1e6, "{:.1f}"),
+    # Over loopback the kernel counts everybody's bytes, and so nobody's.
+    "MB, kernel": (lambda run: run["kernel_bytes"] and run["kernel_bytes"] / 1e6, "{:.1f}"),
+    "kernel / ring": (lambda run: run["kernel_over_ring"], "{:.3f}"),
+    "faster than DDP": (lambda run: run["speedup_over_ddp"], "{:.2f} x"),
+}
+COLUMNS = ("links", "method", *FIGURES)
+
+
+def figure(values: list[float | None], form: str) -> str:
+    """The mean over repeats and its interval; one repeat has none, and equal ones need none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    found = of_mean(known)
+    if not found.known or len(set(known)) == 1:
+        return form.format(found.value)
+    return f"{form.format(found.value)} [{form.format(found.low)}, {form.format(found.high)}]"
 
 
 def ring(found: dict[str, Any]) -> str:

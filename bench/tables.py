@@ -9,8 +9,7 @@ What the figures mean, and what was to be reached, is said in the text around th
 have no record behind them and are written by hand:
 
     README.md         what differs between the classes; the workloads; the rules
-    bench/README.md   bare all-reduces over emulated links (they were only printed);
-                      the figures at the end of bench/peers.py (chosen from two of its records)
+    bench/README.md   bare all-reduces over emulated links (they were only printed)
     docs/memory.md    what each setting keeps
     docs/cluster.md   the paper's clusters (printed by `palsgd plan --paper-clusters`)
 """
@@ -29,6 +28,9 @@ RESULTS = HERE / "results"
 FILES = ("README.md", "bench/README.md", "docs/cluster.md", "docs/memory.md")
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 sys.path.append(str(HERE / "peers"))
+
+NO_RECORD = "(There is no record yet.)"
+PEERS = "peers-2cores"  # the record of bench/peers.py
 
 Record = dict[str, Any]
 Row = Sequence[str]
@@ -234,15 +236,17 @@ def quality() -> str:
 # -- links, peers, the cluster model ---------------------------------------------------------------
 
 
-def link_cases() -> list[Record]:
+def link_cases() -> list[list[Record]]:
+    """The repeats of each case. The first record had nothing but cases, and one run of each."""
     found = record("link-epyc2")
-    return list(found.get("cases", found).values())  # the first record had nothing but cases
+    cases = found.get("cases", found).values()
+    return [each if isinstance(each, list) else [each] for each in cases]
 
 
 def link() -> str:
     from link import COLUMNS, rows
 
-    return markdown(COLUMNS, [row for each in link_cases() for row in rows(each)])
+    return markdown(COLUMNS, [row for repeats in link_cases() for row in rows(repeats)])
 
 
 def link_bare() -> str:
@@ -250,38 +254,20 @@ def link_bare() -> str:
         (each["links_in_words"], f"{1e3 * each['ring']['seconds']:.0f}",
          f"{1e3 * each['ring']['theory_s']:.0f}", f"{1e3 * each['compute_s']:.0f}",
          f"{each['load']:.0f}")
-        for each in link_cases()
+        for repeats in link_cases() for each in repeats
     ]  # fmt: skip
     columns = ("links", "ring all-reduce of 3.99 MB, ms", "in theory, ms",
                "gradient step without exchange, ms", "load at the start")  # fmt: skip
     return markdown(columns, rows)
 
 
-def peers_summary() -> str:
-    from reporting import label, time_to_target
+def peers(table: str, *arguments: str) -> str:
+    """A table of bench/peers/reporting.py."""
+    import reporting
 
-    found, rates = record("peers-epyc2"), ("10mbit", "100mbit", "loopback")
-    together = (("ddp",), ("post-local", "accelerate", "torchft"), ("palsgd",), ("palsgd-int4",))
-    rows = [
-        (", ".join(label(name) for name in names),
-         *(", ".join(f"{time_to_target(found, rate, name):.0f}" for name in names)
-           for rate in rates))
-        for names in together
-    ]  # fmt: skip
-    first = "four processes, GPT-Neo of 1 M parameters, H = 64, seconds to DDP's loss"
-    return markdown((first, "10 Mbit/s", "100 Mbit/s", "loopback"), rows)
-
-
-def peers_quality() -> str:
-    from reporting import quality_table
-
-    return quality_table(record("peers-epyc2")["quality"])
-
-
-def peers_pace(rate: str) -> str:
-    from reporting import pace_table
-
-    return pace_table(record("peers-epyc2"), rate)
+    if not (RESULTS / f"{PEERS}.json").is_file():
+        return NO_RECORD
+    return getattr(reporting, f"{table}_table")(record(PEERS), *arguments)
 
 
 def validate_cluster() -> str:
@@ -299,7 +285,7 @@ def validate_cluster() -> str:
 
 def memory(name: str) -> str:
     if not (RESULTS / f"{name}.json").is_file():
-        return "(There is no record yet.)"
+        return NO_RECORD
     found = record(name)
     rows = [
         (f"`{row['setting']}`", f"{row['alive_models']:.2f}", f"{row['peak_models']:.2f}",
@@ -325,11 +311,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "link": link,
     "link-bare": link_bare,
-    "peers-summary": peers_summary,
-    "peers-quality": peers_quality,
-    "peers-10mbit": partial(peers_pace, "10mbit"),
-    "peers-100mbit": partial(peers_pace, "100mbit"),
-    "peers-loopback": partial(peers_pace, "loopback"),
+    "peers-summary": partial(peers, "summary"),
+    "peers-ratios": partial(peers, "ratio"),
+    "peers-quality": partial(peers, "quality"),
+    "peers-tuning": partial(peers, "tuning"),
+    "peers-10mbit": partial(peers, "pace", "10mbit"),
+    "peers-100mbit": partial(peers, "pace", "100mbit"),
+    "peers-loopback": partial(peers, "pace", "loopback"),
     "validate-cluster": validate_cluster,
     "memory-gpu": partial(memory, "memory-h200"),
     "memory-cpu": partial(memory, "memory-2cores"),

@@ -1,28 +1,31 @@
-"""Peers come from their own homes at run time, into a folder that is not the project's."""
+"""Peers come from their own homes, if they are asked for by name, into a folder that is not the
+project's, in the versions below."""
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 
-# What a peer needs beyond torch and the lab's own packages. The peers themselves go in without
-# what they ask for: that includes torch, and every contender is to run on the same one.
-PEERS = ("torchft-nightly", "accelerate")
-BESIDE = (
-    "opentelemetry-exporter-otlp-proto-http",
-    "opentelemetry-sdk",
-    "psutil",
-    "safetensors",
-    "einops",
-    "tqdm",
-)
+# The peers themselves go in without what they ask for: that includes torch, and every contender is
+# to run on the same one.
+PEERS = {"torchft": "torchft-nightly==2026.10.26", "accelerate": "accelerate==1.15.0"}
+# What a peer needs beyond torch and the lab's own packages.
+BESIDE = {
+    "torchft": (
+        "opentelemetry-exporter-otlp-proto-http==1.38.0", "opentelemetry-sdk==1.38.0",
+    ),
+    "accelerate": ("psutil==7.1.3", "safetensors==0.6.2"),
+}  # fmt: skip
 
 
-def install(folder: Path) -> None:
-    """Once; the folder is appended to the workers' path, so that what is installed here wins."""
-    if not (folder / "torchft").is_dir():
-        _pip(folder, "--no-deps", *PEERS)
-        _pip(folder, *BESIDE)
+def install(packages: Iterable[str], folder: Path) -> None:
+    """Once each; the folder is appended to the workers' path, so that what is installed here
+    wins."""
+    for package in packages:
+        if missing(package, folder):
+            _pip(folder, "--no-deps", PEERS[package])
+            _pip(folder, *BESIDE[package])
 
 
 def _pip(folder: Path, *words: str) -> None:
@@ -41,4 +44,5 @@ def missing(package: str, folder: Path) -> str | None:
 
 def versions(folder: Path) -> dict[str, str]:
     found = {each.metadata["Name"]: each.version for each in distributions(path=[str(folder)])}
-    return {name: found[name] for name in PEERS if name in found}
+    names = [pinned.split("==")[0] for pinned in PEERS.values()]
+    return {name: found[name] for name in names if name in found}

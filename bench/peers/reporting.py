@@ -1,211 +1,222 @@
-"""Tables of what bench/peers.py found, and the issue's figures beside what was to be reached."""
+"""Tables of what bench/peers.py found: steps, seconds and ratios, each with its interval."""
 
-from contenders import CONTENDERS
+import math
+from dataclasses import dataclass
 
-WITHIN = 1.01  # the target: DDP's final loss, give or take 1%
-LOCAL_PEERS = ("post-local", "accelerate", "torchft", "torchft-fragments", "exogym")
-OURS = tuple(name for name, contender in CONTENDERS.items() if contender.ours)
+import numpy as np
+from contenders import CONTENDERS, TRAININGS
+
+from palsgd.lab.judging.interval import Interval, of_mean
+from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, bounds, crossing, resampled
+
+WITHIN = 1.01  # the target: DDP's mean final loss at its middle length, give or take 1%
+NOT_REACHED = "not reached"
+# What is divided by what, and what that tells: seconds of the second over seconds of the first.
+RATIOS = (
+    ("palsgd", "diloco", "the method, neither coded nor overlapped"),
+    ("palsgd-int4", "diloco-int4", "the method, both coded and overlapped"),
+    ("diloco-int4", "diloco", "codec and overlap, for DiLoCo"),
+    ("palsgd-int4", "palsgd", "codec and overlap, for PALSGD"),
+    ("palsgd", "palsgd-no-pull", "the pull"),
+    ("palsgd-int4", "ddp", "all of it against DDP"),
+    ("palsgd-int4", "ddp-bf16", "all of it against DDP with its bf16 hook"),
+    ("diloco-int4", "ddp-bf16", "the same for DiLoCo"),
+)
 
 
-def report(found: dict) -> str:
-    where = found["machine"]
-    head = f"{where['device']}, {where['cores']} cores, torch {where['torch']}; peers: "
-    parts = [head + ", ".join(f"{name} {v}" for name, v in found["peers"].items())]
-    if "tuning" in found:
-        parts.append(tuning_table(found["tuning"]))
-    if "quality" in found:
-        parts.append(quality_table(found["quality"]))
-    parts += [pace_table(found, rate) for rate in found.get("pace", {})]
-    parts.append(markdown(["figure", "found", "to reach"], figures(found)))
+@dataclass(frozen=True)
+class Drawn:
+    """A figure, and what it would have been with seeds and blocks drawn again. Draws are in the
+    same order for all figures of a record, so that ratios are of paired draws. What is not reached
+    takes infinitely long."""
+
+    value: float
+    draws: np.ndarray
+
+    def __truediv__(self, other: "Drawn") -> "Drawn":
+        with np.errstate(invalid="ignore"):  # nan where neither is reached
+            draws = self.draws / other.draws
+        return Drawn(math.nan if math.isinf(self.value) else self.value / other.value, draws)
+
+    def __mul__(self, other: "Drawn") -> "Drawn":
+        return Drawn(self.value * other.value, self.draws * other.draws)
+
+    def words(self, form: str) -> str:
+        """The value and its 95% interval; a draw that says nothing may lie at either end."""
+        if not math.isfinite(self.value) or self.value == 0:
+            return NOT_REACHED
+        low, _ = bounds(np.where(np.isnan(self.draws), 0.0, self.draws))
+        _, high = bounds(self.draws)
+        return f"{self.value:{form}} [{low:{form}}, {high:{form}}]"
+
+
+# -- steps to target -------------------------------------------------------------------------------
+
+
+def curves(record: dict, training: str) -> dict[int, QualityCurve]:
+    """Of each length."""
+    found: dict[int, dict[int, list]] = {}
+    for run in record["quality"]:
+        if run["training"] == training:
+            found.setdefault(run["steps"], {})[run["seed"]] = run["curve"]
+    return {
+        steps: QualityCurve(
+            tuple(runs), np.array([[loss for _, loss in curve] for curve in runs.values()]),
+            {"steps": np.array([clock for clock, _ in next(iter(runs.values()))], dtype=float)},
+        )
+        for steps, runs in sorted(found.items())
+    }  # fmt: skip
+
+
+def target(ddp_losses: np.ndarray) -> float:
+    return WITHIN * float(ddp_losses.mean())
+
+
+def ddp_losses(record: dict) -> np.ndarray:
+    """DDP's final losses at its middle length, one for each seed."""
+    ddp = curves(record, "ddp")
+    return ddp[sorted(ddp)[len(ddp) // 2]].values[:, -1]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The fewest steps to the target over a training's lengths, and with which of them."""
+
+    length: int
+    steps: Drawn
+    resolution: float  # the distance of the evaluations between which it was reached
+
+
+def steps_to_target(record: dict, training: str) -> Steps:
+    """The target is a mean over seeds itself, so it is drawn again with them."""
+    of_lengths, losses = curves(record, training), ddp_losses(record)
+    found = {length: _crossed(each, target(losses)) for length, each in of_lengths.items()}
+    length = min(found, key=lambda each: found[each])
+    curve = of_lengths[length]
+    draws = resampled(len(curve.seeds), DRAWS)
+    drawn = np.array([_crossed(curve, target(losses[rows]), rows) for rows in draws])
+    places = curve.costs["steps"]
+    after = min(int(np.searchsorted(places, found[length])), len(places) - 1)
+    resolution = float(places[after] - places[after - 1]) if after else math.nan
+    return Steps(length, Drawn(found[length], drawn), resolution)
+
+
+def _crossed(curve: QualityCurve, level: float, rows: np.ndarray | None = None) -> float:
+    """Between two evaluations by a straight line; infinite if it never is."""
+    found = crossing(curve.mean(rows), curve.costs["steps"], np.array([level]))[0]
+    return math.inf if math.isnan(found) else float(found)
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
+
+def step_seconds(record: dict, rate: str, name: str) -> Drawn:
+    blocks = np.array(record["pace"][rate][name]["step_s"])
+    # Not the stream that seeds are drawn from: with as many blocks as seeds they would go together.
+    random = np.random.default_rng([1, len(blocks)])
+    chosen = random.integers(0, len(blocks), (DRAWS, len(blocks)))
+    return Drawn(float(blocks.mean()), blocks[chosen].mean(axis=1))
+
+
+def time_to_target(record: dict, rate: str, name: str) -> Drawn:
+    return steps_to_target(record, CONTENDERS[name].training).steps * step_seconds(
+        record, rate, name
+    )
+
+
+def taking_part(record: dict) -> list[str]:
+    """Contenders with figures of both kinds."""
+    trained = {run["training"] for run in record.get("quality", [])}
+    timed = [set(each) for each in record.get("pace", {}).values()]
+    there = set.intersection(*timed) if timed else set()
+    return [name for name in CONTENDERS if name in there and CONTENDERS[name].training in trained]
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+def report(record: dict) -> str:
+    parts = []
+    if "tuning" in record:
+        parts.append(tuning_table(record))
+    if "quality" in record:
+        parts.append(quality_table(record))
+    if taking_part(record):
+        parts += [summary_table(record), ratio_table(record)]
+        parts += [pace_table(record, rate) for rate in record["pace"]]
     return "\n\n".join(parts)
 
 
-def tuning_table(tuning: dict) -> str:
-    rows = [[name, failed(each) or f"{each['final_loss']:.4f}"] for name, each in tuning.items()]
-    return markdown(["tried", "final loss"], rows)
-
-
-def quality_table(quality: dict) -> str:
-    rows = []
-    for name, each in quality.items():
-        if error := failed(each):
-            rows.append([label(name), error, "", "", "", ""])
-            continue
-        change = over_ddp(quality, name)
-        rows.append([
-            label(name),
-            f"{each['final_loss']:.4f}",
-            "" if change is None else f"{100 * change:+.1f}%",
-            str(steps_to_target(quality, name) or "not reached"),
-            str(each.get("gradient_steps", "")),
-            f"{each['peak_bytes'] / 1e6:.0f} MB" if "peak_bytes" in each else "",
-        ])  # fmt: skip
-    columns = ["contender", "final loss", "over DDP", "steps to target", "gradients", "peak memory"]
-    return markdown(columns, rows)
-
-
-def pace_table(found: dict, rate: str) -> str:
-    rows, every = [], found["size"]["sync_every"]
-    for name, each in found["pace"][rate].items():
-        if error := failed(each):
-            rows.append([label(name), error, "", "", "", "", ""])
-            continue
-        seconds, ratio = time_to_target(found, rate, name), faster_than_ddp(found, rate, name)
-        exposed = "exposed_s" in each
-        rows.append([
-            label(name),
-            f"{1e3 * each['step_s']:.1f}",
-            f"{each['exposed_s'] / each['round_steps'] * every:.2f}" if exposed else "",
-            f"{100 * each['exposed_s'] / each['round_s']:.0f}%" if exposed else "",
-            f"{each['bytes_per_step'] / 1e3:.1f}" if "bytes_per_step" in each else "",
-            "not reached" if seconds is None else f"{seconds:.0f}",
-            "" if ratio is None else f"{ratio:.1f} x",
-        ])  # fmt: skip
-    columns = [f"over {rate}", "ms/step", f"exposed s per {every} steps", "of the time", "kB/step"]
-    return markdown([*columns, "s to target", "faster than DDP"], rows)
-
-
-def figures(found: dict) -> list[list[str]]:
-    """One row per figure of the issue that the phases run so far can give."""
-    rows: list[list[str]] = []
-    pace, quality = found.get("pace", {}), found.get("quality", {})
-    for rate, each in pace.items():
-        rows += against_ddp(found, rate, each) + against_peers(found, rate, each)
-    rows += losses(quality) + fewer_bytes(pace)
-    for kind, contenders in found.get("overlap", {}).items():
-        for name, each in contenders.items():
-            share = failed(each) or f"{100 * each['exposed_s'] / each['round_s']:.1f}% of a round"
-            name = f"exposed, H = 16, 100 Mbit/s, {label(name)}, {kind}"
-            rows.append([name, share, "at most 5%"])
-    return rows + about_draws(found.get("draws")) + about_scaling(found.get("scaling"))
-
-
-def against_ddp(found: dict, rate: str, pace: dict) -> list[list[str]]:
-    ddp = pace.get("ddp", {})
-    if "exposed_s" not in ddp:
-        return []
-    share = ddp["exposed_s"] / ddp["round_s"]
-    rows = [[f"{rate}: torch DDP's time spent communicating", f"{100 * share:.0f}%", ""]]
-    if share < 0.9:
-        return rows
-    for name in (each for each in pace if each.startswith("palsgd")):
-        ratio, ideal = faster_than_ddp(found, rate, name), ideal_ratio(found, rate, name)
-        if ratio and ideal:
-            rows.append([f"{rate}: {label(name)} faster than DDP", f"{ratio:.1f} x", "8 x"])
-            rows.append(["  of the ideal, its compute alone", f"{100 * ratio / ideal:.0f}%", "90%"])
-    return rows
-
-
-def ideal_ratio(found: dict, rate: str, name: str) -> float | None:
-    """Over DDP, if nothing but the gradients' own compute time were left."""
-    each, steps = found["pace"][rate][name], steps_to_target(found.get("quality", {}), name)
-    ddp = time_to_target(found, rate, "ddp")
-    if not steps or not ddp:
-        return None
-    return ddp / (steps * each["gradient_steps"] * each["bare_step_s"] / each["round_steps"])
-
-
-def against_peers(found: dict, rate: str, pace: dict) -> list[list[str]]:
-    def best(names):
-        times = {name: time_to_target(found, rate, name) for name in names if name in pace}
-        reached = {name: seconds for name, seconds in times.items() if seconds}
-        return min(reached.items(), key=lambda each: each[1]) if reached else None
-
-    ours, theirs = best(OURS), best(LOCAL_PEERS)
-    if not ours or not theirs:
-        return []
-    name = f"{rate}: {label(ours[0])} over the best peer, {label(theirs[0])}"
-    return [[name, f"{theirs[1] / ours[1]:.2f} x", "1.3 x at 10mbit, 1 x at loopback"]]
-
-
-def losses(quality: dict) -> list[list[str]]:
-    rows = []
-    for kind, most in (("int8", 0.3), ("int4", 1.0)):
-        each, plain = (quality.get(name, {}) for name in (f"palsgd-{kind}", "palsgd"))
-        if "final_loss" in each and "final_loss" in plain:
-            change = 100 * (each["final_loss"] / plain["final_loss"] - 1)
-            name = f"final loss with {kind} and overlap over plain PALSGD"
-            rows.append([name, f"{change:+.2f}%", f"within {most}%"])
-    return rows
-
-
-def fewer_bytes(pace: dict) -> list[list[str]]:
-    rows = []
-    for rate, each in pace.items():
-        many, few = (each.get(name, {}).get("bytes_per_step") for name in ("ddp", "palsgd-int4"))
-        if many and few:
-            name = f"{rate}: bytes of fp32 DDP over PALSGD with int4"
-            rows.append([name, f"{many / few:.0f} x", "400 x"])
-    return rows
-
-
-def about_draws(draws: dict | None) -> list[list[str]]:
-    if not draws:
-        return []
-    if error := failed(draws):
-        return [["draws", error, ""]]
-    return [
+def summary_table(record: dict) -> str:
+    """The README's: seconds to target over each link."""
+    rates, names = list(record["pace"]), taking_part(record)
+    rows = [
         [
-            "waiting that balanced draws save, of a round",
-            f"{100 * draws['measured_share']:.1f}%",
-            f"{100 * draws['theory_share']:.1f}% in theory, "
-            f"{100 * draws['drawn_share']:.1f}% for the coins drawn",
-        ],
-    ]
+            CONTENDERS[name].label,
+            *(time_to_target(record, rate, name).words(".3g") for rate in rates),
+        ]
+        for name in names
+    ]  # fmt: skip
+    head = f"seconds to {WITHIN:g} x DDP's loss, {seeds(record)} seeds, 95% intervals"
+    return markdown([head, *rates], rows)
 
 
-def about_scaling(scaling: dict | None) -> list[list[str]]:
-    if not scaling:
-        return []
-    if error := failed(scaling):
-        return [["scaling", error, ""]]
+def ratio_table(record: dict) -> str:
+    """Who is how many times as fast, and what that tells."""
+    rates, there = list(record["pace"]), taking_part(record)
+    rows = [
+        [f"{CONTENDERS[own].label} against {CONTENDERS[other].label}", tells,
+         *((time_to_target(record, rate, other) / time_to_target(record, rate, own)).words(".2f")
+           for rate in rates)]
+        for own, other, tells in RATIOS if own in there and other in there
+    ]  # fmt: skip
+    return markdown(["times as fast", "what it tells", *rates], rows)
+
+
+def quality_table(record: dict) -> str:
     rows = []
-    for workers, each in scaling["measured"].items():
-        ring = f"ring: {each['ring_s']:.3f} s" if "ring_s" in each else ""
-        rows.append([f"sync at K = {workers}, {scaling['rate']}", f"{each['sync_s']:.3f} s", ring])
-    more = ", ".join(f"{k}: {s:.2f} s" for k, s in scaling["modelled"].items() if int(k) > 8)
-    misfit = f"misses the measured by at most {100 * scaling['worst_misfit']:.0f}%"
-    return [*rows, ["a ring fitted to these, at K =", more, misfit]]
+    for name in TRAININGS:
+        for length, curve in curves(record, name).items():
+            final = of_mean(curve.values[:, -1].tolist())
+            best = steps_to_target(record, name)
+            steps = f"{best.steps.words('.0f')}; evaluated every {best.resolution:.0f}"
+            chosen = best.length == length
+            rows.append([name, str(length), _interval(final), steps if chosen else ""])
+    columns = ["training", "length", f"final loss, {seeds(record)} seeds", "steps to target"]
+    return f"target {target(ddp_losses(record)):.4f}\n\n" + markdown(columns, rows)
 
 
-# -- from steps to seconds -------------------------------------------------------------------------
+def tuning_table(record: dict) -> str:
+    """All trials; the chosen one first."""
+    rows = []
+    for name, each in record["tuning"].items():
+        for trial in sorted(each["trials"], key=lambda one: one["loss"]):
+            words = ", ".join(f"{key}={value}" for key, value in trial.items() if key != "loss")
+            rows.append([name, words, f"{trial['loss']:.4f}"])
+    return markdown(["training", "tried", "loss on the stories for tuning"], rows)
 
 
-def steps_to_target(quality: dict, name: str) -> int | None:
-    each, ddp = quality.get(name, {}), quality.get("ddp", {})
-    if "final_loss" not in each or "final_loss" not in ddp:
-        return None
-    target = WITHIN * ddp["final_loss"]
-    if "curve" not in each:  # evaluated at the end only
-        return each["steps"] if each["final_loss"] <= target else None
-    return next((clock for clock, loss in each["curve"] if loss <= target), None)
+def pace_table(record: dict, rate: str) -> str:
+    bare, rows = step_seconds(record, rate, "bare").value, []
+    for name in taking_part(record):
+        each, seconds = record["pace"][rate][name], step_seconds(record, rate, name)
+        computing = bare * float(np.mean(each["gradient_share"]))
+        rows.append([
+            CONTENDERS[name].label,
+            Drawn(1e3 * seconds.value, 1e3 * seconds.draws).words(".3g"),
+            f"{max(0.0, 1 - computing / seconds.value):.0%}",
+            f"{np.mean(each['bytes_per_step']) / 1e3:.1f}",
+        ])  # fmt: skip
+    return markdown([f"over {rate}", "ms/step", "of it not computing", "kB/step"], rows)
 
 
-def time_to_target(found: dict, rate: str, name: str) -> float | None:
-    steps = steps_to_target(found.get("quality", {}), name)
-    each = found["pace"][rate].get(name, {})
-    return steps * each["step_s"] if steps and "step_s" in each else None
+def seeds(record: dict) -> int:
+    return len({run["seed"] for run in record["quality"]})
 
 
-def faster_than_ddp(found: dict, rate: str, name: str) -> float | None:
-    ddp, seconds = time_to_target(found, rate, "ddp"), time_to_target(found, rate, name)
-    return ddp / seconds if ddp and seconds else None
-
-
-def over_ddp(quality: dict, name: str) -> float | None:
-    ddp = quality.get("ddp", {}).get("final_loss")
-    return quality[name]["final_loss"] / ddp - 1 if ddp else None
-
-
-# -- words -----------------------------------------------------------------------------------------
-
-
-def label(name: str) -> str:
-    return CONTENDERS[name].label if name in CONTENDERS else "EXO Gym DiLoCo"
-
-
-def failed(each: dict) -> str:
-    return f"did not run: {each['error']}" if "error" in each else ""
+def _interval(found: Interval) -> str:
+    bounds = f" [{found.low:.4f}, {found.high:.4f}]" if found.known else ""
+    return f"{found.value:.4f}{bounds}"
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> str:

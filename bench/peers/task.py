@@ -1,4 +1,4 @@
-"""What every contender trains: one GPT-Neo of about a million parameters on endless stories."""
+"""What every contender trains: one GPT-Neo on endless stories."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from palsgd.lab.workloads.stories import Stories
 
 SEED = 2023
 MAX_NORM = 1.0
-HELD_OUT = 120  # stories
+# Stories that no one trains on. Settings are chosen on the first, figures are of the others.
+SPLITS = {"tuning": slice(0, 120), "test": slice(120, 240)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,35 +26,47 @@ class Size:
     heads: int
     layers: int
     batch: int  # stories per worker and gradient step
-    steps: int  # of the contenders that meet every `sync_every` steps
-    ddp_steps: int  # of those that meet at every step, and need fewer for the same loss
     warmup: int  # steps over which the learning rate rises; no DDP phase for anyone
     sync_every: int
-    lr: float
+    lr: float  # of timed steps, which do not depend on it
+    # Every training is run in three lengths, each with a cosine of its own. DDP needs fewer steps.
+    lengths: tuple[int, ...]
+    ddp_lengths: tuple[int, ...]
+    evaluations: int  # of DDP's second half; others are evaluated at their syncs
+
+    def lengths_of(self, *, local: bool) -> tuple[int, ...]:
+        return self.lengths if local else self.ddp_lengths
 
 
+# The loss to reach is DDP's at the middle one of its lengths.
 SIZES = {
-    "full": Size(
-        hidden=128, heads=4, layers=5, batch=1, steps=1024, ddp_steps=384, warmup=64,
-        sync_every=64, lr=3e-3,
+    "small": Size(
+        hidden=96, heads=4, layers=3, batch=1, warmup=32, sync_every=32, lr=3e-3,
+        lengths=(256, 384, 576), ddp_lengths=(128, 192, 288), evaluations=12,
+    ),
+    "full": Size(  # of a million parameters: an hour and a half on two cores
+        hidden=128, heads=4, layers=5, batch=1, warmup=64, sync_every=64, lr=3e-3,
+        lengths=(512, 768, 1152), ddp_lengths=(256, 384, 576), evaluations=12,
     ),
     "tiny": Size(
-        hidden=32, heads=2, layers=1, batch=1, steps=32, ddp_steps=16, warmup=4,
-        sync_every=8, lr=3e-3,
+        hidden=16, heads=2, layers=1, batch=1, warmup=2, sync_every=4, lr=3e-3,
+        lengths=(8, 12, 16), ddp_lengths=(4, 6, 8), evaluations=2,
     ),
 }  # fmt: skip
 
 
 class Task(Stories):
-    """Equal first weights, and equal batches for equal worker and step, whoever trains."""
+    """Equal first weights, and equal batches for equal seed, worker and step, whoever trains."""
 
-    def __init__(self, size: Size, steps: int, pause_s: float = 0.0):
-        super().__init__(seed=SEED)
-        self.size, self.steps = size, steps
-        self.pause_s = pause_s  # where not 0: how long to wait instead of computing a gradient
+    def __init__(
+        self, size: Size, steps: int, *, seed: int = SEED, split: str = "test",
+        device: torch.device | str = "cpu",
+    ):  # fmt: skip
+        super().__init__(seed=seed, device=device)
+        self.size, self.steps, self.split = size, steps, split
 
     def model(self) -> nn.Module:
-        torch.manual_seed(SEED)
+        torch.manual_seed(self.seed)
         return GPTNeo(
             vocab=len(GRAMMAR.vocabulary),
             positions=GRAMMAR.longest,
@@ -67,8 +80,8 @@ class Task(Stories):
         return trimmed(self.batch(worker=worker, workers=0, size=self.size.batch, index=index))
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
-        inputs, targets = self._valid
-        for own in parts_of(HELD_OUT, part, parts, size=30):
+        inputs, targets = (each[SPLITS[self.split]] for each in self._valid)
+        for own in parts_of(len(inputs), part, parts, size=30):
             yield trimmed((inputs[own], targets[own]))
 
     def lr_factor(self, clock: int) -> float:

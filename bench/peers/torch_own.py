@@ -1,8 +1,8 @@
-"""What torch has: DistributedDataParallel, its hooks, and PostLocalSGDOptimizer."""
+"""What torch has: DistributedDataParallel, its bf16 hook, and PostLocalSGDOptimizer."""
 
 from typing import Any
 
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -14,24 +14,15 @@ from trainee import Trainee
 
 
 class TorchDDP(Trainee):
-    def __init__(self, *args: Any, hook: str | None = None, rank: int = 1):
-        self.hook, self.rank = hook, rank
+    def __init__(self, *args: Any, hook: str | None = None, bucket_mb: int | None = None):
+        self.hook, self.bucket_mb = hook, bucket_mb
         super().__init__(*args)
 
     def prepare(self) -> None:
         super().prepare()
-        # PowerSGD's messages of one bucket wait for each other, those of two do not: over gloo
-        # they may then meet in another order on another worker, which ends the run.
-        bucket_mb = 1024 if self.hook == "powersgd" else None
-        self.model = DistributedDataParallel(self.net, bucket_cap_mb=bucket_mb)
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=self.bucket_mb)
         if self.hook == "bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        if self.hook == "powersgd":
-            # with error feedback, the first two steps at least must be plain
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=self.rank, start_powerSGD_iter=2
-            )
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 class PostLocalSGD(Trainee):

@@ -1,6 +1,5 @@
 """What all contenders share: the loop's body, the inner optimizer, the schedule."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 class Trainee:
     """One way to train `net`. As it stands: AdamW alone, nothing sent, which is the compute time
     that all others are measured against."""
+
+    clips = True
+    delay = 0  # steps after the end of a round at which nothing is under way any more
 
     def __init__(self, task: Task):
         self.task = task
@@ -27,19 +29,11 @@ class Trainee:
         self.scheduler = LambdaLR(self.inner, self.task.lr_factor)
 
     def step(self, worker: int) -> None:
-        if self.task.pause_s:
-            self.pause()
-        else:
-            self.model(*self.task.next_batch(worker, self.gradient_steps)).backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
+        self.model(*self.task.next_batch(worker, self.gradient_steps)).backward()
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
         self.step_all()
         self.inner.zero_grad()
-
-    def pause(self) -> None:
-        """As if an accelerator computed the gradient, which leaves the cores to the others."""
-        time.sleep(self.task.pause_s)
-        for p in self.net.parameters():
-            p.grad = torch.full_like(p, 1e-3)
 
     def step_all(self) -> None:
         self.inner.step()
@@ -47,13 +41,9 @@ class Trainee:
         self.clock += 1
         self.gradient_steps += 1
 
-    def round_ended(self) -> bool:
-        """Do all workers stand at the same place, the global model just made?"""
-        return self.clock % self.task.size.sync_every == 0
-
     @contextmanager
     def global_model(self) -> Iterator[nn.Module]:
-        """Asked for at the end of a round: here, the model as it is."""
+        """Asked for where nothing is under way: here, the model as it is."""
         yield self.net
 
     def close(self) -> None:

@@ -43,8 +43,17 @@ FIGURES = {
         "offload gives the same weights": True,
     },
     "peers": {
-        name: {"parameters": 26624, "gradient_steps": 32, "final_loss": about(4.7625)}
-        for name in ("post-local", "localsgd")
+        "trials": [4],  # of each of three trainings
+        "parameters": 10240,
+        "runs": 3 * 2 * 3,  # two seeds, three lengths
+        # torch's LocalSGD is palsgd's: the same weights after the same rounds
+        "norms": {
+            "ddp": about(7.456),
+            "post-local": about(7.406),
+            "localsgd": about(7.406),
+            "palsgd-int4": about(7.429),
+            "bare": about(7.478),
+        },
     },
     "prices": {"trials": 5, "cases": 17, "runs": 34, "failed": 0},
     "quality": {
@@ -58,6 +67,10 @@ FIGURES = {
             "bytes_sent": about((8 * 4 + 2) * 127616, 0.01),
             "syncs": 10,
         },
+    },
+    "scaling": {
+        "gradient steps expected of the last": about(58.954),
+        "bytes of a sync": about(4 * 10240, 0.01),
     },
     "simulate": {"parameters": 2274, "gradient steps": [25, 25], "engines agree": True},
     "step": {

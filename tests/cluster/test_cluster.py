@@ -116,6 +116,72 @@ def test_a_coded_exchange_sends_each_half_once():
     assert nodes.coded(1e6) == pytest.approx(scatter + gather)
 
 
+def test_chunks_of_gloo_wait_behind_the_requests_of_the_worker_that_comes_last():
+    network = cluster(workers=4, latency="20ms", all_reduce="gloo").network
+    chunks = 8e6 * 3 / 4 / 1e8 / (1448 / 1547)  # of one worker, with TCP's headers
+    ring = gloo_twin(4, 1e6, 1e8, 0.02) / 2  # a ring that gathers is half of an all-reduce
+    assert network.coded(1e6) == pytest.approx(2 * chunks + 2 * 0.02 + ring, rel=0.01)
+
+
+def test_uneven_links_are_as_slow_as_the_slowest():
+    uneven = cluster(workers=8, slow_rate="10mbit").network
+    slow = cluster(workers=8, rate="10mbit").network
+    assert uneven.all_reduce(1e6) == slow.all_reduce(1e6)
+    assert uneven.coded(1e6) == slow.coded(1e6)
+    faster = cluster(workers=8, slow_rate="1000gbit").network
+    assert faster.all_reduce(1e6) == cluster(workers=8).network.all_reduce(1e6)
+
+
+def test_several_stragglers_are_all_slow():
+    run = cluster(workers=8, straggler=3, stragglers=2).project(work(sync_every=8), steps=8)
+    assert run.compute_s == pytest.approx((6 + 2 * 3) / 8 * 8 * 0.05)
+    assert run.wait_s == pytest.approx(6 / 8 * 2 * 8 * 0.05)
+
+
+def test_ranks_of_a_worker_average_every_gradient_and_ddp_averages_over_all_of_them():
+    levels = cluster(
+        workers=2, ranks_per_worker=4, node_rate="10gbit", node_latency=0, latency=0, overlap=0,
+        all_reduce="auto",
+    )  # fmt: skip
+    size = 4 * MODEL
+    inside = 2 * 3 / 4 * 8 * size / 1e10  # a ring of four ranks
+    between = 2 * 1 / 2 * 8 * size / 1e8  # a ring of two workers over their one link each
+    handed_on = 3 / 4 * 8 * size / 1e10  # the part of each rank to the other ranks
+    run = levels.project(work(sync_every=8), steps=8)
+    assert run.time_s == pytest.approx(8 * (0.05 + inside) + between + handed_on, rel=1e-3)
+    assert run.exchange_s == pytest.approx(8 * inside + between + handed_on, rel=1e-3)
+    ddp = levels.project(Work.ddp(MODEL), steps=1)
+    assert ddp.time_s == pytest.approx(0.05 + inside + between, rel=1e-3)
+
+
+def test_every_rank_of_a_worker_sends_a_coded_message_whole():
+    one, four = (cluster(workers=2, ranks_per_worker=n, latency=0) for n in (1, 4))
+    (message,) = work(compress="int8").payload(2).messages()
+    assert four.sync_s(message) == pytest.approx(4 * one.sync_s(message))
+
+
+def test_coding_is_part_of_an_exchange_and_hides_behind_a_delay():
+    place = cluster(workers=2)
+    free, costly = (work(sync_every=80, compress="int8", coding=s) for s in (0.0, 1e-7))
+    longer = place.project(costly, steps=160).time_s - place.project(free, steps=160).time_s
+    assert longer == pytest.approx(2 * 1e-7 * MODEL)
+    hidden = [replace(each, delay=40) for each in (free, costly)]
+    runs = [place.project(each, steps=400).time_s for each in hidden]
+    assert runs[1] - runs[0] == pytest.approx(1e-7 * MODEL)  # of the last sync alone
+
+
+def test_accumulated_gradients_are_averaged_once():
+    place = cluster(workers=4, overlap=0)
+    plain, many = Work.ddp(MODEL), Work.ddp(MODEL, accumulate=8)
+    exchange = place.project(plain, steps=1).exchange_s
+    run = place.project(many, steps=20)  # two of eight gradients, one of four
+    assert run.time_s == pytest.approx(20 * 0.05 + 3 * exchange)
+    assert run.gradient_steps == 20
+    assert run.clocks == [8, 16, 20]
+    halved = place.project(Work.ddp(MODEL, sent_share=0.5), steps=1)
+    assert halved.bytes_sent == 2 * MODEL
+
+
 @pytest.mark.parametrize(
     ("compress", "width"), [(None, 4), ("bf16", 2), ("int8", 260 / 256), ("int4", 136 / 256)]
 )
@@ -500,6 +566,9 @@ def test_a_cluster_is_written_as_rate_latency_and_names():
         ({"spread": "gaussian"}, "spread='gaussian' is unknown; use one of 'constant'"),
         ({"all_reduce": "star"}, "all_reduce='star' is unknown; use one of 'auto'"),
         ({"per_node": 0}, "per_node=0 must be a whole number >= 1"),
+        ({"slow_rate": "0mbit"}, "slow_rate='0mbit' must be more than 0 bit/s"),
+        ({"stragglers": 0}, "stragglers=0 must be a whole number >= 1"),
+        ({"per_node": 2, "ranks_per_worker": 4}, "give one of them"),
     ],
 )
 def test_impossible_clusters_are_refused_with_field_and_range(fields, said):
@@ -517,6 +586,9 @@ def test_impossible_clusters_are_refused_with_field_and_range(fields, said):
         ({"fragments": 17}, "fragments=17 must be at most sync_every=16"),
         ({"compress": "zip"}, "compress='zip' is unknown"),
         ({"warmup_steps": -1}, "warmup_steps=-1 must be a whole number >= 0"),
+        ({"accumulate": 0}, "accumulate=0 must be a whole number >= 1"),
+        ({"sent_share": 0.0}, r"sent_share=0.0 must be a share in \(0, 1\]"),
+        ({"coding": -1.0}, "coding=-1.0 must be a time of 0 s or more"),
     ],
 )
 def test_impossible_work_is_refused_with_field_and_range(fields, said):

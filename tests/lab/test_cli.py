@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from itertools import count
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import yaml
 
 from palsgd import progress
-from palsgd.lab import cli, workloads
-from palsgd.lab.cli import running, sweep_command, train_command
+from palsgd.lab import cli, provenance, workloads
+from palsgd.lab.cli import compare_command, running, sweep_command, train_command
 from support.commands import apart, environment, lines, palsgd, records, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
@@ -48,13 +49,13 @@ def test_every_command_shows_an_example(command):
     assert f"Example: palsgd {command}" in " ".join(said.out.split())
 
 
-def test_help_is_shown_without_importing_torch():
+def test_help_is_shown_without_importing_torch_or_numpy():
     code = (
         "import sys\n"
         "from palsgd.lab.cli import app\n"
         f"for command in {['', 'data', 'bench', *COMMANDS]!r}:\n"
         "    app([*command.split(), '--help'], standalone_mode=False)\n"
-        "    assert 'torch' not in sys.modules, command\n"
+        "    assert not {'torch', 'numpy'} & set(sys.modules), command\n"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
@@ -62,16 +63,39 @@ def test_help_is_shown_without_importing_torch():
     assert done.stdout.count("Usage:") == len(COMMANDS) + 3
 
 
+def test_version_says_palsgd_commit_and_torch_without_importing_it(monkeypatch):
+    code = (
+        "import sys\n"
+        "from palsgd.lab.cli import main\n"
+        "sys.argv = ['palsgd', '--version']\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    commit, dirty = provenance.checkout()
+    of = "" if commit is None else f" (commit {commit[:12]}{', changed' if dirty else ''})"
+    assert done.stdout == f"palsgd {version('palsgd')}{of}, torch {version('torch')}\n"
+    monkeypatch.setattr(provenance, "checkout", lambda: (None, None))
+    assert "commit" not in palsgd("--version").out
+
+
 def test_examples_are_accepted_as_they_stand(tmp_path, monkeypatch):
     """All but what they run: flags and settings are read, nothing starts."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    for module in (running, train_command, sweep_command):
+    for module in (running, train_command, compare_command, sweep_command):
         monkeypatch.setattr(module, "run_and_show", lambda runs, *args, **kwargs: ran.append(runs))
     for command in ("demo", "train", "compare", "sweep"):
         example = re.search(r"Example: palsgd (.*)", palsgd(command, "--help").out).group(1)
         assert palsgd(*example.split()).code == 0
-    assert [len(runs) for runs in ran] == [4, 1, 4, 6]
+    demo, train, compare, sweep = (len(runs) for runs in ran)
+    assert (demo, train, sweep) == (4, 1, 6)
+    assert compare > 4 * 5  # four methods and some controls, with five seeds each
+    assert compare % 5 == 0
 
 
 def test_palsgd_alone_shows_the_help():
@@ -108,16 +132,19 @@ def test_recipes_lists_all_recipes_and_grids():
         ("sweep digits lr=1e-3..1e-1", "lr=1e-3..1e-1 is no number"),
         ("sweep digits lr=a..b --random 3", "lr=a..b is no range"),
         ("sweep digits seed=1,2 --random 0", "ask for at least 1"),
-        ("sweep digits mix_rate=1,1000", "use mix_rate <= 50"),
+        ("sweep digits mix_rate=1000,2000", "use mix_rate <= 50"),
         ("train digits steps=abc", "steps=abc is no whole number"),
         ("train digits --steps abc", "--steps"),
         ("train digits workers=0", "workers=0 must be at least 1"),
         ("train digits --workers 0", "workers=0 must be at least 1"),
         ("train digits --mix-prob 1.5", "mix_prob=1.5 must be in [0, 1)"),
-        ("train digits --stepz 3", "--steps"),
+        ("train digits --stepz 3", "there is no option --stepz; did you mean --steps?"),
+        ("data check --dota x", "there is no option --dota; did you mean --data?"),
+        ("--verzion", "there is no option --verzion; did you mean --version?"),
+        ("data fetsh", "there is no command 'fetsh'; did you mean 'fetch'? There are list"),
         ("train digits lr", "'lr' is not of the form field=value"),
         ("train", "recipe"),
-        ("trian digits", "train"),
+        ("trian digits", "there is no command 'trian'; did you mean 'train'? There are demo"),
         ("train digits --device gpu", "device='gpu' is unknown; use one of 'auto', 'cpu'"),
         ("train cifar10-cnn --simulate", "no CIFAR-10 in data/cifar10: looked for"),
         ("train cifar10-cnn --simulate --data nowhere", "nowhere"),
@@ -166,11 +193,36 @@ def test_a_finished_run_is_not_done_again_but_with_force(tmp_path):
     assert len([line for line in lines(path.parent) if line["step"] == 0]) == 1
 
 
-@pytest.mark.slow
-def test_a_worker_that_refuses_its_input_speaks_as_if_there_were_none(tmp_path):
-    answer = apart("train", "cifar10-cnn", "--workers", 2, "--out", tmp_path / "x")
+@pytest.mark.parametrize("how", [(), ("--simulate",)])
+@pytest.mark.parametrize("out", [(), ("--out", "here/there")])
+def test_data_that_are_missing_leave_no_folder_behind(tmp_path, monkeypatch, how, out):
+    monkeypatch.chdir(tmp_path)
+    answer = palsgd("train", "cifar10-cnn", "--data", "NONE", *how, *out)
     assert answer.code == 2
-    assert answer.line.startswith("palsgd: no CIFAR-10 in data/cifar10: looked for data_batch_1")
+    assert answer.line.startswith("palsgd: no CIFAR-10 in NONE: looked for data_batch_1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_that_are_missing_leave_earlier_results_alone(run):
+    before = sorted(path.name for path in (run / "palsgd").iterdir())
+    answer = palsgd("train", "cifar10-cnn", "--simulate", "--data", "NONE", "--force", "--out", run)
+    assert answer.code == 2
+    assert sorted(path.name for path in (run / "palsgd").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_worker_that_refuses_its_input_speaks_as_if_there_were_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text(
+        "from palsgd.lab.workloads.digits import Digits\n"
+        "class Broken(Digits):\n"
+        "    def load(self):\n"
+        "        raise ValueError('no digits here; look elsewhere')\n"
+    )
+    answer = apart("train", "broken.py", "--workers", 2, "--out", "x")
+    assert answer.code == 2
+    assert answer.line == "palsgd: no digits here; look elsewhere"
+    assert not (tmp_path / "x").exists()
 
 
 # -- what breaks ---------------------------------------------------------------------------------
@@ -242,6 +294,45 @@ def test_a_bar_is_no_wider_than_its_terminal(capsys, eager, monkeypatch):
     with progress.ProgressBar("digits palsgd", 10) as bar:
         bar.at(5)
         assert len(capsys.readouterr().err.removeprefix("\r")) == 29
+
+
+def test_the_time_left_is_that_of_all_runs(capsys, monkeypatch):
+    """Two runs of 10 and 30 units of work. The clock: 4 s for the first run, 6 s between the two,
+    10 s for the first third of the second one. So 20 units took 20 s, and 20 are left."""
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    whole = progress.Whole(runs=2, work=40.0)
+    with progress.ProgressBar("first", 100, whole=whole, work=10.0) as bar:
+        now[0] = 4.0
+        bar.at(100)
+    now[0] = 10.0
+    with progress.ProgressBar("second", 300, whole=whole, work=30.0) as bar:
+        now[0] = 20.0
+        bar.at(100)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "first, run 1 of 2: 100/100 steps, 25/s, 12 s left for all"
+    assert second == "second, run 2 of 2: 100/300 steps, 10/s, 20 s left for all"
+
+
+def test_a_process_that_takes_over_measures_anew(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    whole = progress.Whole(runs=3, work=40.0).after(1, 10.0)
+    with progress.ProgressBar("both", 10, whole=whole, runs=2, work=30.0) as bar:
+        now[0] = 105.0
+        bar.at(5)  # half of 30 units took 5 s
+    assert capsys.readouterr().err == "both, runs 2 to 3 of 3: 5/10 steps, 1/s, 5 s left for all\n"
+
+
+def test_a_simulated_comparison_counts_its_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_AFTER", -1.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    said = palsgd("compare", "digits", *SMALL, "--methods", "ddp,localsgd,diloco", "--no-report",
+                  "--out", tmp_path / "out")  # fmt: skip
+    assert said.code == 0, said.err
+    assert re.search(r"^digits ddp, run 1 of 3: 1/12 steps, ", said.err, re.MULTILINE)
+    assert re.search(r"runs? .*3 of 3: 12/12 steps, .*, 0 s left for all$", said.err, re.MULTILINE)
 
 
 def test_a_simulated_run_tells_how_far_it_is_and_quiet_ones_do_not(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from palsgd.lab import workloads
 from palsgd.lab.controls import CONTROLS, controls_for, find_controls
 from palsgd.lab.groups import group
 from palsgd.lab.run_folder import find_runs
-from palsgd.lab.run_list import with_controls, with_seeds
+from palsgd.lab.run_list import compared_runs, with_controls, with_seeds
 from support import runs
 
 BASE = workloads.recipe("stories").changed(
@@ -69,6 +69,24 @@ def test_seeds_are_counted_from_the_runs_own():
     assert with_seeds({"palsgd": BASE}, 1) == {"palsgd": BASE}
     with pytest.raises(ValueError, match="--seeds 0 are none"):
         with_seeds({"palsgd": BASE}, 0)
+
+
+def test_a_recipe_as_it_is_comes_with_its_tuned_settings():
+    digits = {m: workloads.recipe("digits").changed({"method": m}) for m in ("ddp", "palsgd")}
+    found, remarks = compared_runs(digits, recipe="digits", given=("seed", "workers"))
+    assert remarks == []
+    assert found["ddp"].lr != found["palsgd"].lr
+    assert all(each.tuned.startswith("digits.yaml ") for each in found.values())
+
+
+def test_a_user_who_changes_the_recipe_gets_equal_settings_for_all():
+    digits = {m: workloads.recipe("digits").changed({"method": m}) for m in ("ddp", "palsgd")}
+    longer = {name: each.changed({"warmup_steps": 600}) for name, each in digits.items()}
+    found, (remark,) = compared_runs(longer, recipe="digits", given=("warmup_steps",))
+    assert found == longer
+    assert remark.startswith(
+        "warmup_steps as given, so all methods have the settings of the recipe"
+    )
 
 
 def test_controls_are_found_by_their_settings_whatever_their_folders_are_called(tmp_path):

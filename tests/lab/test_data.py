@@ -238,6 +238,30 @@ def test_a_grammar_that_cannot_be_read_back_is_refused():
         Grammar(slots, rules, start="start")
 
 
+def repeats(name, texts):
+    """How often a slot's words come up in each text."""
+    numbers = [GRAMMAR.vocabulary.index(word) for word in GRAMMAR.slots[name].words]
+    return np.isin(texts.words, numbers).sum(axis=1)
+
+
+@pytest.mark.parametrize("name", ["hero", "friend", "toy", "sad"])
+def test_what_is_worth_remembering_is_what_its_further_mentions_would_cost(name):
+    counts = repeats(name, GRAMMAR.draw(20_000, random_stream(7)))
+    weights = 1 / np.arange(1, len(GRAMMAR.slots[name].words) + 1)
+    weights /= weights.sum()
+    nats = -(weights * np.log(weights)).sum()
+    assert np.maximum(counts - 1, 0).mean() * nats == pytest.approx(GRAMMAR.worth[name], rel=0.03)
+
+
+def test_what_counts_and_must_be_remembered_comes_up_again_wherever_it_comes_up():
+    """Else models learn it late or not at all, and seeds end apart by what it counts."""
+    texts = GRAMMAR.draw(5_000, random_stream(8))
+    for name, nats in GRAMMAR.worth.items():
+        counts = repeats(name, texts)
+        again = (counts[counts > 0] - 1).mean()
+        assert nats < 0.01 * GRAMMAR.entropy or again > 1, name
+
+
 def test_stories_come_back_to_who_and_what_they_began_with():
     text = GRAMMAR.text(GRAMMAR.draw(1, random_stream(3)).words[0]).split()
     (hero,) = set(text) & set(GRAMMAR.slots["hero"].words)

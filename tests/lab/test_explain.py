@@ -257,6 +257,7 @@ def test_epochs_become_whole_rounds_where_that_is_asked_for():
     assert forecast(settings, examples=2424).steps == 5 + 25 * 8  # 202 are 24.6
     assert forecast(replace(settings, method="ddp")).steps == 5 + 14 * 8
     assert forecast(replace(settings, sync_every=200)).steps == 118  # less than a round
+    assert forecast(settings.changed({"epochs": 2})).steps == 118  # who gives a length gets it
 
 
 # The paper's study of the small CNN has p = 0.25, of which it elsewhere says that it trains worse.

@@ -166,7 +166,8 @@ def test_compare_writes_every_documented_figure_for_each_method(which, request):
 def test_a_run_has_the_documented_lines_in_order(which, method, request):
     run = request.getfixturevalue(which) / method
     found = lines(run)
-    assert all(set(line) in (LINE_KEYS, LINE_KEYS | {"loss", "metric"}) for line in found)
+    keys = LINE_KEYS | ({"simulation_s"} if which == "simulated" else set())
+    assert all(set(line) in (keys, keys | {"loss", "metric", "train_metric"}) for line in found)
     for key in ("step", "gradient_steps", "time_s", "bytes_sent", "syncs"):
         assert all(a[key] <= b[key] for a, b in pairwise(found)), key
     assert all(len(line["distance"]) == 2 for line in found)
@@ -195,7 +196,8 @@ def test_the_model_is_evaluated_at_the_first_exchange_from_each_multiple_on(whic
 @both
 def test_config_tells_settings_and_machine(which, request):
     config = yaml.safe_load((request.getfixturevalue(which) / "palsgd/config.yaml").read_text())
-    assert set(config) == set(Settings(workload="digits").as_dict()) | MACHINE_KEYS
+    machine = MACHINE_KEYS | ({"program"} if which == "simulated" else set())
+    assert set(config) == set(Settings(workload="digits").as_dict()) | machine
     known = {
         "schema": 1, "method": "palsgd", "workers": 2, "steps": STEPS, "sync_every": H, "seed": 7,
         "mix_prob": 0.2, "mix_rate": 4.0, "evaluate_every": EVERY, "metric": "accuracy",
@@ -489,7 +491,8 @@ def interrupted(folder, real):
 def test_ctrl_c_ends_all_processes_with_130_and_one_line_how_to_go_on(interrupted):
     assert interrupted["code"] == 130
     (line,) = interrupted["err"].splitlines()
-    assert line.startswith("palsgd: stopped; what is done is kept. Go on with: palsgd train digits")
+    kept = f"kept: 1 run up to the last checkpoint (step {interrupted['stopped_at']})"
+    assert line.startswith(f"palsgd: stopped; {kept}. Go on with: palsgd train digits")
     assert line.endswith("--resume")
 
 

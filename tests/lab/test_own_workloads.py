@@ -87,17 +87,21 @@ def test_a_file_or_module_is_a_workload_for_every_command(line, monkeypatch, tex
 
 
 @pytest.mark.slow
-def test_real_processes_find_a_file_by_the_settings_alone(line):
-    said = apart("compare", "line.py:Line", "--methods", "ddp,palsgd", *SHORT, "--out", "real")
+def test_real_processes_find_a_workload_and_a_method_by_the_settings_alone(line):
+    eager = (
+        "import palsgd.progress\npalsgd.progress.FIRST_AFTER = palsgd.progress.LINE_EVERY = -1\n"
+    )
+    line.write_text(f"{LINE}\n{eager}\nclass Mine(palsgd.Method):\n    'Local SGD.'\n")
+    words = ("compare", "line.py:Line", "--methods", "ddp,line.py:Mine", *SHORT[:-1])
+    said = apart(*words, "--out", "real")
     assert said.code == 0, said.err
-    one = palsgd("compare", "line.py:Line", "--methods", "ddp,palsgd", *SHORT, "--simulate",
-                 "--out", "simulated")  # fmt: skip
-    assert one.code == 0, one.err
+    for number, method in enumerate(("ddp", "Mine"), start=1):
+        assert f"Line {method}, run {number} of 2: 12/12 steps" in said.err
+    assert palsgd(*words, "--quiet", "--simulate", "--out", "simulated").code == 0
     real, simulated = (summary(line.parent / name) for name in ("real", "simulated"))
-    for method in ("ddp", "palsgd"):
-        assert real[method]["final_loss"] == pytest.approx(
-            simulated[method]["final_loss"], rel=1e-4
-        )
+    for method in ("ddp", "Mine"):
+        final = simulated[method]["final_loss"]
+        assert real[method]["final_loss"] == pytest.approx(final, rel=1e-4)
 
 
 def test_an_installed_package_offers_workloads_by_entry_points(tmp_path, monkeypatch):

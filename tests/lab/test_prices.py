@@ -61,16 +61,19 @@ def test_a_point_whose_price_has_only_a_lower_bound_gives_none():
 
 
 def test_ddp_costs_nothing_beyond_itself_and_its_variants_what_was_measured():
-    assert TABLE.ddp() == FREE
-    assert TABLE.ddp(gradients="bf16").extra == pytest.approx(0.001)
-    assert TABLE.ddp(gradients="bf16", accumulate=8).extra == pytest.approx(1.0)  # of 0.4 and 1.6
-    assert not TABLE.ddp(gradients="bf16", accumulate=128).measured
+    assert TABLE.ddp(steps=5000) == FREE
+    assert TABLE.ddp(steps=5000, gradients="bf16").extra == pytest.approx(0.001)
+    assert TABLE.ddp(steps=5000, gradients="bf16", accumulate=8).extra == pytest.approx(
+        1.0
+    )  # of 0.4 and 1.6
+    assert not TABLE.ddp(steps=5000, gradients="bf16", accumulate=128).measured
+    assert not TABLE.ddp(steps=500, gradients="bf16").measured
 
 
 def test_a_tiny_record_has_no_prices_but_that_of_ddp():
     tiny = PriceTable(price_record(tiny=True))
-    assert tiny.ddp() == FREE
-    assert not tiny.ddp(gradients="bf16").measured
+    assert tiny.ddp(steps=5000) == FREE
+    assert not tiny.ddp(steps=5000, gradients="bf16").measured
     assert "tiny" in tiny.local("diloco", sync_every=64, steps=5000).why_not
 
 

@@ -13,10 +13,10 @@ from palsgd.lab.methods import default_names
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import Options, run_all
 from palsgd.lab.settings import Settings
-from palsgd.lab.tuning import tuner
 from palsgd.lab.tuning.api import Tuning, tune
 from palsgd.lab.tuning.budget import with_gradients
 from palsgd.lab.tuning.halving import FRESH_SEEDS, SEARCH_SEEDS, halve, rungs
+from palsgd.lab.tuning.record import chosen_settings
 from palsgd.lab.tuning.search_space import edges, points, shown, space_of
 from palsgd.lab.tuning.tuned_file import read_tuned, shipped, tuned_elsewhere, tuned_settings
 from palsgd.lab.tuning.tuner import Search
@@ -333,7 +333,7 @@ def test_finished_points_are_not_run_again(small, monkeypatch):
 
     monkeypatch.setattr("palsgd.lab.run_set.simulate_runs", no_more)
     how = dict(trials=4, seeds=2, out=small.path, **SMALL)
-    again = tune("digits", ["ddp", "palsgd"], resume=True, **how)
+    again = tune("digits", "ddp,palsgd", options={"resume": True}, **how)
     assert again.record["methods"] == small.record["methods"]
     with pytest.raises(ValueError, match="is not empty; add --resume"):
         tune("digits", ["ddp", "palsgd"], **how)
@@ -349,11 +349,14 @@ def test_a_trial_that_diverges_is_counted_and_loses(tmp_path, monkeypatch):
     assert own["failed"] == 2  # with the seed of the search and with the fresh one
 
 
-def test_lengths_in_epochs_are_chosen_in_epochs_of_the_held_out_training_data(tmp_path):
-    base = workloads.recipe("digits").changed({"epochs": 1, "warmup_steps": 0, "sync_every": 4})
-    search = Search.of("digits", base, ["palsgd"], trials=1, seeds=1, given=["sync_every"])
-    assert search.gradients == 1150 // (4 * 32)
-    assert tuner.Search.settings(search, "palsgd", 0).steps == 8
+def test_a_recipe_in_epochs_gets_a_length_in_epochs_of_equal_gradients(tmp_path):
+    base = workloads.recipe("digits").changed({"epochs": 4, "warmup_steps": 0, "sync_every": 8})
+    given = ["sync_every", "mix_prob", "pull"]
+    search = Search.of("digits", base, ["palsgd"], trials=1, seeds=1, given=given)
+    assert search.gradients == 4 * (1150 // (4 * 32))  # of the data without the held out part
+    chosen = chosen_settings(search, "palsgd", 0)
+    assert chosen["epochs"] == pytest.approx(4 * 32 / 32)  # 4 rounds of 7.2 gradients are in 32
+    assert base.changed(chosen).total_steps(1437) == 48  # 44 steps, to the nearest round
 
 
 def test_runs_of_one_program_may_differ_in_their_schedules(tmp_path):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palsgd.lab import workloads
-from palsgd.lab.cli.common_options import method_names, runs_of
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
+from palsgd.lab.methods import default_names, runs_of, whole_names
 from palsgd.lab.run_folder import Line, Run, find_runs
 from palsgd.lab.run_list import compared_runs, with_seeds
 from palsgd.lab.run_set import FailedRunsError, Options, grid_of, run_all
@@ -90,7 +90,7 @@ def compare(
         simulate: all workers in this process; False: real processes.
         controls: also run what tells the parts of a mixing method apart.
         tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
-            it comes with one, and "none" for the recipe's settings for all.
+            it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.
         options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
         settings: any other settings, as `steps=600` or `lr=0.002`.
@@ -104,7 +104,7 @@ def compare(
         result.frame.groupby(["label", "step"]).loss.mean()
     """
     given = settings if workers is None else {**settings, "workers": workers}
-    names = _names(methods)  # first: settings may be those of a user's own method
+    names = whole_names(_names(methods))  # first: settings may be those of a user's own method
     base = workloads.recipe(workload).changed(given)
     runs, remarks = compared_runs(
         runs_of(base, names), recipe=workload, seeds=seeds, controls=controls, tuned=tuned,
@@ -137,12 +137,14 @@ def sweep(
     Example:
         result = palsgd.lab.sweep("digits", method=["ddp", "palsgd"], lr=[0.001, 0.002], seeds=3)
     """
+    own = settings.get("method", ())
+    whole_names([own] if isinstance(own, str) else own)  # its settings must be known first
     lists = {name: list(value) for name, value in settings.items() if _is_list(value)}
     rest = {name: value for name, value in settings.items() if name not in lists}
     if "seed" in lists and seeds > 1:
         raise ValueError(f"seeds={seeds} and seed={lists['seed']} both name seeds; give one")
     base = workloads.recipe(workload).changed(rest)
-    points = grid_of(base, lists) if lists else {base.method: base}
+    points = grid_of(base, lists) if lists else runs_of(base, [base.method])
     return _run(with_seeds(points, seeds), out, simulate, options, swept=tuple(lists))
 
 
@@ -172,10 +174,10 @@ def _figures(line: Line) -> dict[str, Any]:
     return {"lr_now" if key == "lr" else key: value for key, value in line.items()}
 
 
-def _names(methods: Sequence[str] | str | None) -> tuple[str, ...]:
-    if methods is None or isinstance(methods, str):
-        return method_names(methods)
-    return method_names(",".join(methods))
+def _names(methods: Sequence[str] | str | None) -> Sequence[str]:
+    if methods is None:
+        return default_names()
+    return [name.strip() for name in methods.split(",")] if isinstance(methods, str) else methods
 
 
 def _is_list(value: Any) -> bool:

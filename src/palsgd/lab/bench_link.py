@@ -103,7 +103,7 @@ def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Option
         RunFolder(config.parent).clear()
     reason = unavailable()
     found = _measured(runs, links, out, options, emulated=reason is None)
-    result = _result(found, links, projected=reason)
+    result = _result(found, links, runs, projected=reason)
     write_json(out / "link.json", result)
     finish(runs, out)
     return result
@@ -139,14 +139,18 @@ def _run(command: list[str], links: Links, *, emulated: bool, echo: bool) -> lis
 # -- figures -------------------------------------------------------------------------------------
 
 
-def _result(found: Record, links: Links, projected: str | None) -> Record:
+def _result(
+    found: Record, links: Links, runs: Mapping[str, Settings], projected: str | None
+) -> Record:
     each = links.each()
     ring = found["ring"]
     records = {
-        name: figures(name, run, each) for name, run in found["methods"].items() if run is not None
+        name: figures(runs[name].method, run, each)
+        for name, run in found["methods"].items()
+        if run is not None
     }
     key = "step_s" if projected is None else "projected_step_s"
-    ddp = next((r[key] for name, r in records.items() if is_baseline(name)), None)
+    ddp = next((r[key] for name, r in records.items() if is_baseline(runs[name].method)), None)
     for record in records.values():
         record["speedup_over_ddp"] = ddp / record[key] if ddp else None
         if projected:  # loopback has one counter for all processes
@@ -168,11 +172,11 @@ def _result(found: Record, links: Links, projected: str | None) -> Record:
     }
 
 
-def figures(name: str, run: Record, links: list[Link]) -> Record:
+def figures(method: str, run: Record, links: list[Link]) -> Record:
     """DDP's exchanges overlap its backward pass, so their cost is the time of its steps less that
     of steps without exchanges. The ledgers of the other methods have the seconds of computing."""
     gradients = run["gradient_steps"]
-    if not registry.row(name).rounds or gradients < 2:
+    if not registry.row(method).rounds or gradients < 2:
         computing = run["compute_s"] * gradients
     else:  # a ledger's watch starts with the end of the first gradient, so one is missing from it
         computing = run["gradient_s"] * gradients / (gradients - 1) + run["mixing_s"]

@@ -29,28 +29,24 @@ def write_collection(
     """Write summary.json of every run and of the collection. All runs have finished. The records
     also have the `swept` fields."""
     read = {name: read_run(out / name, name=name) for name in runs}
-    comparisons = _comparisons(list(read.values()))
-    same = first_of_each(runs)
+    comparisons = _comparisons(read)
     for name, run in read.items():
-        record = _alone(run, comparisons[run], len(runs) == 1)
-        if same[name] != name:
-            record["same_as"] = same[name]
+        record = _alone(run, comparisons[name], is_only=len(runs) == 1)
         run.folder.write_summary(record)
         read[name] = replace(run, summary=record)
-    points: dict[str, list[str]] = {}
-    for name in runs:
-        points.setdefault(point_of(name, runs), []).append(name)
+    first = first_of_each(runs)
     found: dict[str, Any] = {}
-    for point, names in points.items():
-        comparison = comparisons[next(run for run in comparisons if run.name == names[0])]
-        record = _averaged([read[name] for name in names], comparison)
-        origin = _same_as(point, names[0], comparison, runs, same)
+    for point, names in _points(runs).items():
+        record = _averaged([read[name] for name in names], comparisons[names[0]])
         found[point] = _swept(runs[names[0]], swept, len(names)) | record
-        if origin is not None:
+        origin = point_of(_origin(first[names[0]], comparisons[names[0]]), runs)
+        if origin != point:
             found[point]["same_as"] = origin
+        else:
+            found[point].pop("same_as", None)
     every = list(dict.fromkeys(comparisons.values()))
-    targets = [each.target for each in every]
-    found["target"] = targets[0].as_dict() if len(every) == 1 and targets[0] else None
+    target = every[0].target if len(every) == 1 else None
+    found["target"] = None if target is None else target.as_dict()
     found["verdicts"] = [sentence for each in every for sentence in each.verdicts]
     write_json(out / "summary.json", found)
     return found
@@ -63,14 +59,28 @@ def point_of(name: str, runs: Mapping[str, Settings]) -> str:
     return without_seed(name) or runs[name].method
 
 
-def _comparisons(runs: list[Run]) -> dict[Run, Comparison]:
-    """For each run the comparison that it is in, one for each workload."""
-    found: dict[Run, Comparison] = {}
-    for workload in dict.fromkeys(run.workload for run in runs):
-        there = [run for run in runs if run.workload == workload]
-        comparison = Comparison(group(there))
-        found |= dict.fromkeys(there, comparison)
+def _points(runs: Mapping[str, Settings]) -> dict[str, list[str]]:
+    """For each setting the names of its runs."""
+    found: dict[str, list[str]] = {}
+    for name in runs:
+        found.setdefault(point_of(name, runs), []).append(name)
     return found
+
+
+def _comparisons(runs: Mapping[str, Run]) -> dict[str, Comparison]:
+    """For each run the comparison that it is in, one for each workload."""
+    found: dict[str, Comparison] = {}
+    for workload in dict.fromkeys(run.workload for run in runs.values()):
+        there = {name: run for name, run in runs.items() if run.workload == workload}
+        found |= dict.fromkeys(there, Comparison(group(list(there.values()))))
+    return found
+
+
+def _origin(name: str, comparison: Comparison) -> str:
+    """The first run with the same program by its lines, of one that is the first by its
+    settings."""
+    other = comparison.same_programs.get(_group_of(name, comparison))
+    return name if other is None else other.runs[0].name
 
 
 def _group_of(name: str, comparison: Comparison) -> Group:
@@ -81,7 +91,7 @@ def _group_of(name: str, comparison: Comparison) -> Group:
     )
 
 
-def _alone(run: Run, comparison: Comparison, is_only: bool) -> Record:
+def _alone(run: Run, comparison: Comparison, *, is_only: bool) -> Record:
     """The run's own record with the fields that need the others. A single run has no budgets."""
     assert run.summary is not None
     own = _group_of(run.name, comparison)
@@ -156,18 +166,6 @@ def _mean(records: list[Record], key: str) -> float | None:
     if any(value is None for value in values):
         return None
     return of_mean([float(value) for value in values if value is not None]).value
-
-
-def _same_as(
-    point: str, name: str, comparison: Comparison, runs: Mapping[str, Settings],
-    same: Mapping[str, str],
-) -> str | None:  # fmt: skip
-    """The first point with the same program, by its settings or by its lines."""
-    own = _group_of(name, comparison)
-    other = comparison.same_programs.get(own)
-    origin = same[name] if same[name] != name else name if other is None else other.runs[0].name
-    found = point_of(origin, runs)
-    return None if found == point else found
 
 
 def _swept(settings: Settings, swept: Sequence[str], seeds: int) -> Record:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -234,6 +235,18 @@ def forecast(
         schedule=schedule_of(settings, steps),
         wrapped=not simulated and settings.workers > 1,
     )
+
+
+def work_of(runs: Iterable[Settings]) -> float:
+    """Examples of all gradients, for estimates of the time that is left. Workers count, whether
+    they share a device or each other's time."""
+    found = 0.0
+    for run in runs:
+        examples = workloads.kind(run.workload).examples
+        # Where epochs are given and their length is known to `load` alone, they count as steps.
+        steps = run.total_steps(examples) if run.steps or examples else run.epochs or 1.0
+        found += steps * method_of(run).gradient_share * run.workers * run.batch_size
+    return found
 
 
 def schedule_of(settings: Settings, steps: int) -> Schedule:

@@ -29,6 +29,7 @@ from palsgd.lab.timing.measure import can_be_timed, measure
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+from palsgd.progress import Whole
 
 _HANDLED = [
     getattr(signal, name)
@@ -63,11 +64,11 @@ def first_rank() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_jobs(jobs: list[Job], device: str) -> None:
+def run_jobs(jobs: list[Job], device: str, whole: Whole | None = None) -> None:
     """Run the jobs one after another in the same processes, as starting processes takes longer than
-    a short run."""
+    a short run. `whole` is what they are part of."""
     if under_torchrun():
-        work(jobs, device)
+        work(jobs, device, whole)
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -85,7 +86,7 @@ def run_jobs(jobs: list[Job], device: str) -> None:
     )
     try:
         with _environment(), interrupts.starting_children():
-            elastic_launch(config, work)(jobs, device)
+            elastic_launch(config, work)(jobs, device, whole)
     except (SignalException, KeyboardInterrupt):
         raise StoppedError from None
     except ChildFailedError as error:
@@ -111,9 +112,16 @@ def _as_raised_here(rank: int, failure: Any) -> Exception:
     return RuntimeError(f"worker {rank} failed: {last}")
 
 
-def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float = math.inf) -> None:
-    """Time and run the jobs in a worker process. `link` is the emulated one between the workers.
-    Jobs that would take more than `within_s` in all are timed only."""
+def work(
+    jobs: list[Job],
+    wanted: str,
+    whole: Whole | None = None,
+    link: str | None = None,
+    within_s: float = math.inf,
+) -> None:
+    """Time and run the jobs in a worker process. `whole` is what they are part of, `link` the
+    emulated one between the workers. Jobs that would take more than `within_s` in all are timed
+    only."""
     interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
@@ -129,7 +137,7 @@ def work(jobs: list[Job], wanted: str, link: str | None = None, within_s: float 
             jobs = _as_rank_0_has_them(affordable(jobs, within_s))
         for job in jobs:
             try:
-                _work_on(job, device, loaded)
+                _work_on(job, device, loaded, whole)
             except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
                 if dist.get_rank() == 0:
                     RunFolder(job.folder).write_failure(error)
@@ -178,11 +186,13 @@ def affordable(jobs: list[Job], within_s: float) -> list[Job]:
     return found
 
 
-def _work_on(job: Job, device: torch.device, load: Callable[..., Workload]) -> None:
+def _work_on(
+    job: Job, device: torch.device, load: Callable[..., Workload], whole: Whole | None
+) -> None:
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
     gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
-    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train()
+    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train(whole)
 
 
 def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:

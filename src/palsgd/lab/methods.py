@@ -1,9 +1,10 @@
 """The methods that the lab selects by the fields of their rows, never by name."""
 
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
-from palsgd import registry
+from palsgd import references, registry
 from palsgd.lab.clock_values import function_of_clock
 from palsgd.lab.settings import FIELDS, OF_CLOCK, Settings, method_setting
 from palsgd.method import Method
@@ -26,6 +27,24 @@ def default_names() -> tuple[str, ...]:
     """The methods that are compared if none are named, the baseline first."""
     rows = sorted(registry.rows(), key=lambda row: not row.baseline)
     return tuple(row.name for row in rows if row.default)
+
+
+def whole_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names as settings have them. Methods of a user's own are imported, so that their settings
+    are known."""
+    return tuple(name if name in registry.names() else registry.row(name).name for name in names)
+
+
+def runs_of(settings: Settings, methods: Iterable[str]) -> dict[str, Settings]:
+    """A run for each method, by the name of its folder."""
+    found: dict[str, Settings] = {}
+    for method in methods:
+        name, run = references.short(method), settings.changed({"method": method})
+        if found.setdefault(name, run) != run:
+            raise ValueError(
+                f"{found[name].method} and {method} would both be called {name!r}; rename a class"
+            )
+    return found
 
 
 def plain_local() -> Row:

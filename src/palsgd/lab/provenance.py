@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from palsgd import __version__
+import palsgd
 
 _HERE = Path(__file__).parent
 
@@ -61,4 +61,4 @@ def version_line() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
-    return f"palsgd {__version__}{of}, torch {torch}"
+    return f"palsgd {palsgd.__version__}{of}, torch {torch}"

@@ -8,9 +8,11 @@ import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from palsgd.lab import workloads
 from palsgd.lab.controls import OTHER_SEED, controls_for
 from palsgd.lab.methods import is_baseline
-from palsgd.lab.settings import Settings, with_alternatives
+from palsgd.lab.programs import NOT_COMPUTED
+from palsgd.lab.settings import Settings, setting_name, with_alternatives
 from palsgd.lab.tuning.tuned_file import (
     read_tuned,
     shipped,
@@ -33,17 +35,33 @@ def compared_runs(
 ) -> tuple[dict[str, Settings], list[str]]:
     """The runs of a comparison, from one for each method, and what a user should know of them.
 
-    `tuned`: a file of `palsgd tune`; by default that of the recipe, if it comes with one; "none"
-    leaves the recipe's settings. `given`: settings that the user asked for, which stay.
+    `tuned`: a file of `palsgd tune`, or a recipe that comes with one; "none" leaves the recipe's
+    settings. By default the recipe's own file, for a user who changes nothing that is computed: one
+    who does asks what that comes to with equal settings for all. `given`: the names of settings
+    that the user asked for, which stay.
     """
     remarks: list[str] = []
-    source = tuned or (recipe if recipe in shipped() else NO_TUNING)
-    if source != NO_TUNING:
-        runs, remarks = with_tuned(runs, source, given=given, all_of_them=tuned is not None)
+    if tuned is None and recipe in shipped():
+        changed = _changed(runs, recipe, given)
+        tuned = NO_TUNING if changed else recipe
+        remarks += [
+            f"{', '.join(changed)} as given, so all methods have the settings of the recipe, "
+            f"untuned; add --tuned {recipe} for those that were tuned"
+        ] if changed else []  # fmt: skip
+    if tuned is not None and tuned != NO_TUNING:
+        runs, remarks = with_tuned(runs, tuned, given=given, all_of_them=tuned != recipe)
     if controls:
         runs, left_out = with_controls(runs, seeds=seeds)
         remarks += [f"the control {name} is left out: {why}" for name, why in left_out.items()]
     return with_seeds(runs, seeds), remarks
+
+
+def _changed(runs: Mapping[str, Settings], recipe: str, given: Collection[str]) -> list[str]:
+    """What the user gives that is computed and is not what the recipe has."""
+    before = workloads.recipe(recipe).as_dict()
+    now = next(iter(runs.values())).as_dict()
+    names = sorted(set(given) - NOT_COMPUTED - {"seed", "cluster", "evaluate_every"})
+    return [name for name in names if now.get(setting_name(name)) != before.get(name)]
 
 
 def with_tuned(

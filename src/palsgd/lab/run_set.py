@@ -18,6 +18,7 @@ from palsgd import references
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
+from palsgd.lab.forecast import work_of
 from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
 from palsgd.lab.programs import NOT_COMPUTED, first_of_each
@@ -29,7 +30,7 @@ from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, kind, load
-from palsgd.progress import file_progress
+from palsgd.progress import Whole, file_progress
 from palsgd.transports.in_memory import SimulatedTransport
 from palsgd.transports.transport import ambient
 
@@ -78,11 +79,13 @@ def check_data(runs: Mapping[str, Settings], options: Options) -> None:
 
 def check_method(settings: Settings) -> None:
     """Raise if the optimizer refuses the settings. It is called for all runs before the first one
-    begins, and builds the optimizer of a worker for a small model."""
+    begins, and builds the optimizer of a worker for a small model. Epochs are those of the
+    published data, as no data are loaded yet."""
+    settings = settings.in_steps(kind(settings.workload).examples)
     method_of(settings).check([settings.lr])
     with ambient(SimulatedTransport(0, settings.workers, [])), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself warns
-        build_optimizer(settings, settings.steps or 1, nn.Linear(64, 64))
+        build_optimizer(settings, settings.total_steps(1), nn.Linear(64, 64))
 
 
 def accepted(
@@ -237,12 +240,15 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         )
         for name, settings in runs.items()
     ]
+    whole = Whole(runs=len(runs), work=work_of(runs.values()))
     if under_torchrun():  # rank 0 decides which runs are left to do
-        run_jobs(jobs, options.device)
+        run_jobs(jobs, options.device, whole)
         return
     jobs.sort(key=lambda job: job.settings.processes)
-    for _, group in itertools.groupby(jobs, key=lambda job: job.settings.processes):
-        run_jobs(list(group), options.device)
+    for _, each in itertools.groupby(jobs, key=lambda job: job.settings.processes):
+        group = list(each)
+        run_jobs(group, options.device, whole)
+        whole = whole.after(len(group), work_of(job.settings for job in group))
 
 
 def _simulate(
@@ -260,6 +266,7 @@ def _simulate(
         run = runs[name]
         return SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
 
+    whole = Whole(runs=len(waiting), work=work_of(runs[name] for name in waiting))
     for names, vectorize, resumed in grouped(
         runs,
         waiting,
@@ -273,6 +280,7 @@ def _simulate(
             quiet=options.quiet,
             vectorize=vectorize,
             resume=resumed,
+            whole=whole,
         )
 
 

@@ -82,7 +82,7 @@ class Settings:
         self._check_what_needs_torch()
         if self.mix_rate is not None and self.pull is not None:
             raise ValueError(
-                f"mix_rate={_shown(self.mix_rate)} and pull={_shown(self.pull)} both say how "
+                f"mix_rate={shown(self.mix_rate)} and pull={shown(self.pull)} both say how "
                 "strong a mixing step is; give one of them"
             )
         self._check_batches()
@@ -155,8 +155,11 @@ class Settings:
 
     def changed(self, changes: Mapping[str, Any]) -> "Settings":
         """These settings with other values, given as text or as values. Setting steps removes
-        epochs, setting pull removes mix_rate, and the reverse."""
+        epochs, setting pull removes mix_rate, and the reverse. Setting epochs removes whole_rounds:
+        who gives a length gets just that."""
         values = {setting_name(name): parsed(name, value) for name, value in changes.items()}
+        if "epochs" in values:
+            values.setdefault("whole_rounds", False)
         own = {name: values.pop(name) for name in list(values) if name not in FIELDS}
         if own:
             values["method_settings"] = {**self.method_settings, **own}
@@ -249,10 +252,10 @@ RANGES: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
-    **dict.fromkeys(("lr", "outer_lr", "mix_rate", "margin"), _NOT_NEGATIVE),
+    **dict.fromkeys(("lr", "outer_lr", "mix_rate"), _NOT_NEGATIVE),
     "target": (-math.inf, math.inf, "a finite number"),
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
-    **dict.fromkeys(("epochs", "max_norm", "schedule_every_epochs"), _POSITIVE),
+    **dict.fromkeys(("epochs", "max_norm", "schedule_every_epochs", "margin"), _POSITIVE),
     **dict.fromkeys(("lr_warmup_epochs", "outer_weight_decay"), _NOT_NEGATIVE),
     **dict.fromkeys(("pull", "schedule_factor"), _UP_TO_ONE),
 }
@@ -290,7 +293,8 @@ def _numbers(name: str, value: Any) -> tuple[Any, ...]:
     return (value,)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A number without needless digits, or the text that says how it changes."""
     return value if isinstance(value, str) else f"{value:g}"
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from palsgd import references
 from palsgd.lab.factory import low_precision
+from palsgd.lab.forecast import work_of
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_run import SimulatedRun, shape_of
 from palsgd.lab.worker_loop import split_batch
-from palsgd.progress import ProgressBar
+from palsgd.progress import ProgressBar, Whole
 from palsgd.simulator import Checkpoints, Program, programs
 
 log = logging.getLogger("palsgd")
@@ -69,9 +70,11 @@ def _recorded(folder: RunFolder, runs: Mapping[str, Settings]) -> Group | None:
 
 
 def simulate_runs(
-    runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto", resume: bool = False
-) -> None:
-    """Train runs that differ in nothing but what runs of one program may differ in."""
+    runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto", resume: bool = False,
+    whole: Whole | None = None,
+) -> None:  # fmt: skip
+    """Train runs that differ in nothing but what runs of one program may differ in. `whole` is what
+    they are part of."""
     first = runs[0]
     settings, workload = first.settings, first.workload
     autocast = low_precision(settings, workload.device)
@@ -102,7 +105,7 @@ def simulate_runs(
             for program in made:  # all of them are recorded before the first one trains
                 program.begin(resume=resume)
             for program in made:
-                program.train(quiet=quiet)
+                program.train(quiet=quiet, whole=whole)
 
 
 class SimulatedProgram:
@@ -125,9 +128,12 @@ class SimulatedProgram:
                 log.warning("palsgd: %s starts over, as it has no checkpoint", run.folder.path)
             run.start(self._program.engine, names)
 
-    def train(self, *, quiet: bool) -> None:
+    def train(self, *, quiet: bool, whole: Whole | None = None) -> None:
         first, program = self._runs[0], self._program
-        with ProgressBar(self._title(), first.steps, start=program.clock, quiet=quiet) as bar:
+        with ProgressBar(
+            self._title(), first.steps, start=program.clock, quiet=quiet, whole=whole,
+            runs=len(self._runs), work=work_of([run.settings for run in self._runs]),
+        ) as bar:  # fmt: skip
             first.bar = bar
             while program.advance():
                 for run, history in self._histories():
@@ -154,5 +160,5 @@ class SimulatedProgram:
 
     def _title(self) -> str:
         settings, count = self._runs[0].settings, len(self._runs)
-        what = references.short(settings.method) if count == 1 else f"{count} runs"
-        return f"{references.short(settings.workload)} {what}"
+        method = f" {references.short(settings.method)}" if count == 1 else ""
+        return f"{references.short(settings.workload)}{method}"

@@ -169,7 +169,9 @@ class SimulatedRun:
             torch.manual_seed(self.settings.seed)
             model = self.workload.model().to(self.workload.device)
         first = start_line(self.settings, self.steps, self.settings.workers)
-        self._lines = [first | {"time_s": self._time(0)} | self._evaluate(model)]
+        self._lines = [
+            first | {"time_s": self._time(0), "simulation_s": 0.0} | self._evaluate(model)
+        ]
         if self._writes:
             config = run_config(
                 self.settings, self.workload, self.steps, engine=engine, model=model

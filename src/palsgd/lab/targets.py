@@ -57,7 +57,7 @@ class Target:
 def margin_of(groups: list[Group]) -> float:
     """The margin that the runs state; the widest where they differ."""
     stated = [run.config.get("margin") for group in groups for run in group.runs]
-    return max((float(margin) for margin in stated if margin), default=MARGIN)
+    return max((float(margin) for margin in stated if margin is not None), default=MARGIN)
 
 
 def stated_target(groups: list[Group], quality: Quality, margin: float) -> Target | None:

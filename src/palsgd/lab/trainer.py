@@ -25,6 +25,7 @@ from palsgd.lab.evaluation import (
     statistics_batches,
 )
 from palsgd.lab.factory import MeanNorm, agreement, learning_rate
+from palsgd.lab.forecast import work_of
 from palsgd.lab.provenance import provenance
 from palsgd.lab.run_folder import RunFolder, plain, write_json
 from palsgd.lab.settings import Settings
@@ -32,7 +33,7 @@ from palsgd.lab.summary import summarize
 from palsgd.lab.timeline import Timeline, joined
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
-from palsgd.progress import ProgressBar
+from palsgd.progress import ProgressBar, Whole
 
 WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a line
 
@@ -78,12 +79,16 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def train(self) -> None:
+    def train(self, whole: Whole | None = None) -> None:
+        """`whole` is what the run is part of."""
         settings = self.settings
         title = f"{references.short(settings.workload)} {references.short(settings.method)}"
         if self.opt.clock == 0:
             self._evaluate()
-        with ProgressBar(title, self.steps, start=self.opt.clock, quiet=self._quiet) as bar:
+        with ProgressBar(
+            title, self.steps, start=self.opt.clock, quiet=self._quiet, whole=whole,
+            work=1.0 if whole is None else work_of([settings]),
+        ) as bar:  # fmt: skip
             for batch in palsgd.until(self._loop.batches(), self.opt, steps=self.steps):
                 self._loss += self._loop.gradient(batch)
                 self._losses += 1

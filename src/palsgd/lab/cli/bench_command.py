@@ -66,18 +66,20 @@ def link(
     """
     from palsgd.lab import bench_link
     from palsgd.lab.links import unavailable
+    from palsgd.lab.methods import runs_of
     from palsgd.lab.run_set import Options
 
     if "=" in recipe:  # no workload named, only settings
         recipe, changes = "stories", [recipe, *(changes or [])]
+    names = method_names(methods)
     settings = settings_from(
         recipe, bench_link.with_defaults(changes or []), workers=workers, steps=steps,
         sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
     )  # fmt: skip
     links = bench_link.links_of(workers=settings.workers, rate=rate, latency=latency, loss=loss,
                                 slow=slow_worker, lossy=lossy)  # fmt: skip
-    runs = {name: settings.changed({"method": name}) for name in method_names(methods)}
-    out = out or new_folder(f"{recipe}-link")
+    runs = runs_of(settings, names)
+    out = out or new_folder(recipe, "-link")
     options = Options(data=data, download=download, device=device, force=force, quiet=quiet)
     bench_link.check(runs, out, options)
     if reason := unavailable():

@@ -74,7 +74,7 @@ Tuned = Annotated[
     str | None,
     typer.Option(
         help="A file of palsgd tune, with settings for each method; none: the recipe's for all.",
-        show_default="the recipe's, if it comes with one",
+        show_default="the recipe's, if it comes with one and no settings are given",
     ),
 ]
 Simulate = Annotated[
@@ -146,32 +146,18 @@ def cluster_fields(spec: str | None) -> str | None:
 
 
 def method_names(methods: str | None) -> tuple[str, ...]:
-    """Those that are asked for; by default the ones whose rows say so. A user's own are imported
-    here, so that settings of their own can be read."""
+    """Those that are asked for; by default the ones whose rows say so. It is called before settings
+    are read, which may be those of a user's own method."""
+    from palsgd.lab.methods import default_names, whole_names
+
     if methods is None:
-        from palsgd.lab.methods import default_names
-
         return default_names()
-    found = tuple(name.strip() for name in methods.split(","))
-    return tuple(name if name in registry.names() else registry.row(name).name for name in found)
+    return whole_names(name.strip() for name in methods.split(","))
 
 
-def runs_of(settings: Settings, methods: tuple[str, ...]) -> dict[str, Settings]:
-    """A run for each method, by the name of its folder."""
-    found: dict[str, Settings] = {}
-    for method in methods:
-        name = references.short(method)
-        if name in found and found[name].method != method:
-            raise ValueError(
-                f"{found[name].method} and {method} would both be called {name!r}; rename a class"
-            )
-        found[name] = settings.changed({"method": method})
-    return found
-
-
-def new_folder(name: str) -> Path:
+def new_folder(name: str, purpose: str = "") -> Path:
     from palsgd.lab.launcher import under_torchrun
 
     if under_torchrun():
         raise ValueError("under torchrun give --out DIR, the same on every machine")
-    return Path("runs") / f"{references.short(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{references.short(name)}{purpose}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -31,7 +31,6 @@ from palsgd.lab.cli.common_options import (
     cluster_fields,
     method_names,
     new_folder,
-    runs_of,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
@@ -71,6 +70,7 @@ def compare(
 
     Example: palsgd compare digits --simulate --seeds 5 --controls
     """
+    from palsgd.lab.methods import runs_of
     from palsgd.lab.run_list import compared_runs
 
     flags = {

@@ -1,6 +1,6 @@
 """`palsgd recipes`: what there is to train."""
 
-from palsgd.lab.settings import Settings
+from palsgd.lab.settings import Settings, shown
 
 
 def recipes() -> None:
@@ -31,5 +31,5 @@ def recipes() -> None:
 def _strength(settings: Settings) -> str:
     """What sets the weight of a mixing step."""
     if settings.mix_rate is not None:
-        return f"{settings.mix_rate:g}"
-    return "the default" if settings.pull is None else f"pull {settings.pull:g}"
+        return shown(settings.mix_rate)
+    return "the default" if settings.pull is None else f"pull {shown(settings.pull)}"

@@ -68,7 +68,7 @@ def sweep(
         raise ValueError(f"--seeds {seeds} and seed={fields['seed']} both name seeds; give one")
     if not quiet:
         typer.echo(f"{len(points)} points", err=True)
-    run_and_show(with_seeds(points, seeds), out or new_folder(f"{recipe}-sweep"), report,
+    run_and_show(with_seeds(points, seeds), out or new_folder(recipe, "-sweep"), report,
          swept=tuple(fields), simulate=simulate, data=data, download=download, device=device,
          force=force, resume=resume, quiet=quiet)  # fmt: skip
 

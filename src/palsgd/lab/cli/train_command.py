@@ -24,7 +24,6 @@ from palsgd.lab.cli.common_options import (
     Workers,
     cluster_fields,
     new_folder,
-    runs_of,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
@@ -62,6 +61,8 @@ def train(
         steps=steps, sync_every=sync_every, mix_prob=mix_prob, mix_rate=mix_rate, pull=pull,
         seed=seed, cluster=cluster_fields(cluster),
     )  # fmt: skip
+    from palsgd.lab.methods import runs_of
+
     runs = runs_of(settings, (settings.method,))
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,

@@ -63,7 +63,8 @@ def tune(
     from palsgd.lab.run_set import Options
     from palsgd.lab.tuning.api import run_tuning
 
-    out = out or new_folder(f"{recipe}-tune") / "tuned.yaml"
+    out = out or new_folder(recipe, "-tune") / "tuned.yaml"
+    names = method_names(methods)
     base = settings_from(recipe, changes, workers=workers, steps=steps, seed=seed)
     options = Options(
         simulate=simulate, data=data, download=download, device=device, force=force,
@@ -71,7 +72,7 @@ def tune(
     )  # fmt: skip
     try:
         found = run_tuning(
-            recipe, base, method_names(methods), out, options, trials=trials, seeds=seeds,
+            recipe, base, names, out, options, trials=trials, seeds=seeds,
             given=assignments(changes or []),
         )  # fmt: skip
     except (StoppedError, KeyboardInterrupt):

@@ -13,7 +13,7 @@ choices of P(the choice is made) * (its own entropy).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -57,10 +57,12 @@ class Grammar:
         return " ".join(self.vocabulary[word] for word in words if word != END)
 
     def _measure(self) -> None:
-        """Expected nats and words of a text, END included; the longest; the most sentences.
+        """Expected nats and words of a text, END included; the longest; the most sentences; and by
+        remembered slot the nats that its further mentions would cost if it were not remembered.
 
         All texts at once, by state and by the slots mentioned so far."""
         self.entropy, self.mean_length, self.longest, self.most_sentences = 0.0, 1.0, 1, 0
+        self.worth = {name: 0.0 for name, slot in self.slots.items() if slot.remembered}
         here = {(self.start, frozenset[str]()): (1.0, 1)}
         while here:
             there: dict = defaultdict(lambda: (0.0, 0))
@@ -69,6 +71,8 @@ class Grammar:
                 self.entropy += chance * _entropy(shares)
                 for share, rule in zip(shares, self.rules[state], strict=True):
                     nats, after = self._mention(rule, mentioned)
+                    for name in self._repeated(rule, mentioned):
+                        self.worth[name] += chance * share * _entropy(_weights(self.slots[name]))
                     words = len(_cells(rule))
                     self.entropy += chance * share * nats
                     self.mean_length += chance * share * words
@@ -91,6 +95,15 @@ class Grammar:
                 nats += _entropy(_weights(slot))
                 mentioned |= {name} if slot.remembered else set()
         return nats, mentioned
+
+    def _repeated(self, rule: Rule, mentioned: frozenset[str]) -> Iterator[str]:
+        """The remembered slots of a sentence at their second and further mentions."""
+        known = set(mentioned)
+        for name in _slots_of(rule):
+            if name in known:
+                yield name
+            elif self.slots[name].remembered:
+                known.add(name)
 
     def _tabulate(self) -> None:
         """The grammar as arrays: states, sentences (the last is empty, for texts that ended) and

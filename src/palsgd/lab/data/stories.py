@@ -17,6 +17,12 @@ def _by_hero(she: str, he: str) -> Slot:
     return Slot([she, he] * 8, follows="hero")
 
 
+# A model learns to repeat the words of one slot after those of another, each suddenly. What comes
+# up again in most stories is learnt early, whatever the seed. What comes up again seldom is learnt
+# late or not at all, and if it is worth some percent of the loss, runs that differ in their seed
+# alone end so far apart. So such slots are drawn anew at each mention, or mentioned once. Of those
+# that are left `sad` and `colour` are worth half a percent each, and `food` comes up several times
+# if at all.
 SLOTS = {
     "hero": _remembered("lily tom mia ben sara tim anna max lucy sam emma jack zoe leo ella finn"),
     "she": _by_hero("she", "he"),
@@ -24,11 +30,11 @@ SLOTS = {
     "him": _by_hero("her", "him"),
     "girl": _by_hero("girl", "boy"),
     "friend": _remembered("spot pip momo coco bobo kiki toto lulu nono fifi gigi titi"),
-    "animal": _remembered("dog cat rabbit bear bird frog duck mouse fox owl turtle squirrel"),
-    "family": _remembered("mom dad grandma grandpa sister brother aunt uncle"),
-    "trait": _remembered("kind brave curious shy clever gentle funny quiet careful honest"),
+    "animal": _fresh("dog cat rabbit bear bird frog duck mouse fox owl turtle squirrel"),
+    "family": _fresh("mom dad grandma grandpa sister brother aunt uncle"),
+    "trait": _fresh("kind brave curious shy clever gentle funny quiet careful honest"),
     "place": _remembered("park forest garden beach farm river hill lake village castle cave zoo"),
-    "weather": _remembered("sunny rainy windy cold warm snowy cloudy foggy"),
+    "weather": _fresh("sunny rainy windy cold warm snowy cloudy foggy"),
     "colour": _remembered("red blue green yellow pink purple orange white black golden"),
     "toy": _remembered("ball kite doll boat drum puzzle robot train balloon book car bell"),
     "food": _remembered("cake apple pie bread soup cheese honey corn jam rice"),
@@ -127,9 +133,9 @@ RULES = {
         Rule(1, "in the evening {she} was {glad} and tired .", "moral"),
     ],
     "moral": [
-        Rule(3, "{hero} the {trait} {girl} and {friend} the {animal} were {glad} .", "end"),
+        Rule(3, "{hero} the {trait} {girl} and {friend} were {glad} .", "end"),
         Rule(2, "from then on they went to the {place} on every {weather} day .", "end"),
-        Rule(1, "and so a {trait} {girl} and a {animal} became best friends .", "end"),
+        Rule(1, "and so a {trait} {girl} and {friend} became best friends .", "end"),
     ],
 }
 

@@ -12,12 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from palsgd.lab.forecast import work_of
 from palsgd.lab.launcher import Job, work
 from palsgd.lab.links.link import Link
 from palsgd.lab.links.network import Network
 from palsgd.lab.links.processes import run_on_loopback
 from palsgd.lab.run_folder import write_json
 from palsgd.lab.settings import Settings
+from palsgd.progress import Whole
 
 TIMEOUT_S = 3600.0
 
@@ -66,7 +68,8 @@ def main() -> None:
     if order["link"] is None:
         os.nice(5)
     within_s = math.inf if order["within_s"] is None else order["within_s"]
-    work(jobs, order["device"], order["link"], within_s)
+    whole = Whole(runs=len(jobs), work=work_of(job.settings for job in jobs))
+    work(jobs, order["device"], whole, order["link"], within_s)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ CODES: tuple[str | None, ...] = (None, "bf16", "int8", "int4")
 # Nanoseconds of one CPU core to code, add up and decode an element of a sync: `coding_s` of
 # measure.py in seconds of a core, median of five on an Intel Xeon. A GPU takes far less.
 CODING_NS = {"bf16": 6.0, "int8": 8.9, "int4": 12.4}
+COMMON = 128  # the longest H that is in common use
 UNUSABLE = 0.5  # the share of its time above which a candidate communicates too much
 LARGE_BUCKETS = 1024.0  # MiB
 ACCUMULATED = (4, 16, 64)
 POWERSGD_RANK = 16
 ROUNDS = 6  # rounds that are simulated where all of them take the same time
-DRAWN_ROUNDS, DRAWN_STEPS = 40, 200  # where they do not
+DRAWN_ROUNDS, DRAWN_STEPS = 20, 2000  # at most, where they do not
+DDP_STEPS = 200
 DRAWS = 1_000_000  # seconds of steps that are drawn for one candidate, at most
 
 
@@ -69,6 +71,14 @@ class Candidate:
         return self.exchanging <= UNUSABLE
 
     @property
+    def changes_little(self) -> bool:
+        """Does it keep what is known to cost steps near what is common: H, and DDP's batch and
+        gradients? A delay is not."""
+        work = self.work
+        plain = not work.delay and work.accumulate == 1 and work.sent_share == 1
+        return plain and work.sync_every <= COMMON
+
+    @property
     def title(self) -> str:
         return f"{registry.row(self.method).title} {self.variant}".rstrip()
 
@@ -105,15 +115,15 @@ class Planner:
 
     def opponents(self) -> list[Candidate]:
         """DDP as torch has it by default, and in the ways in which it sends less."""
-        size, table = self.task.parameters, self.task.prices
-        found = [self.ddp("fp32", Work.ddp(size), table.ddp())]
+        size, steps, table = self.task.parameters, self.task.steps, self.task.prices
+        found = [self.ddp("fp32", Work.ddp(size), table.ddp(steps=steps))]
         bf16 = {"gradient_bytes": 2, "bucket_mb": LARGE_BUCKETS}
-        price = table.ddp(gradients="bf16")
+        price = table.ddp(steps=steps, gradients="bf16")
         found.append(self.ddp("bf16", Work.ddp(size, **bf16), price))
         for many in ACCUMULATED:
-            if many <= self.task.steps:
+            if many <= steps:
                 work = Work.ddp(size, accumulate=many, **bf16)
-                price = table.ddp(accumulate=many, gradients="bf16")
+                price = table.ddp(steps=steps, accumulate=many, gradients="bf16")
                 found.append(self.ddp(f"bf16, {many} accumulated", work, price))
         work = Work.ddp(size, bucket_mb=LARGE_BUCKETS, sent_share=_powersgd_share(size))
         price = unknown("PowerSGD was not run")
@@ -129,7 +139,7 @@ class Planner:
 
     def _ddp_times(self, work: Work, steps: int) -> Times:
         """Steps of DDP are alike, so some of them are simulated."""
-        times = 1 if self._steady else math.ceil(DRAWN_STEPS / work.accumulate)
+        times = 1 if self._steady else math.ceil(DDP_STEPS / work.accumulate)
         few = times * work.accumulate
         return Times().plus(self._simulated(work, few), steps / few)
 
@@ -200,17 +210,19 @@ class Planner:
         """Rounds that are simulated: fewer where many steps of many workers are drawn."""
         if self._steady:
             return ROUNDS
-        return max(3, min(DRAWN_ROUNDS, DRAWS // (work.sync_every * self.cluster.workers)))
+        most = min(DRAWN_STEPS, DRAWS // self.cluster.workers) // work.sync_every
+        return max(4, min(DRAWN_ROUNDS, most))
 
     def _simulated(self, work: Work, steps: int) -> Times:
         if steps == 0:
             return Times()
-        found = self._known.get((work, steps))
-        if found is None:
+        # whether a message may be cut into buckets makes no difference to a model of time
+        alike = replace(work, carries=replace(work.carries, whole=False)), steps
+        if alike not in self._known:
             counts = Expected(workers=self.cluster.workers, mix_prob=work.mix_prob)
-            found = Times.of(self.cluster.project(work, steps=steps, counts=counts))
-            self._known[work, steps] = found
-        return found
+            run = self.cluster.project(work, steps=steps, counts=counts)
+            self._known[alike] = Times.of(run)
+        return self._known[alike]
 
 
 def _candidate(

@@ -4,13 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from palsgd.cluster import Cluster, Work
-from palsgd.lab.plan.candidates import CODES, LARGE_BUCKETS, Candidate, Planner, rows_with_rounds
+from palsgd.lab.plan.candidates import (
+    CODES,
+    COMMON,
+    LARGE_BUCKETS,
+    Candidate,
+    Planner,
+    rows_with_rounds,
+)
 from palsgd.registry import Row, row
 
 INTERVALS = tuple(2**n for n in range(2, 13))  # the H that are tried
 LEAST_ROUNDS = 30  # of a run: with fewer, the syncs are too few to follow the training
 WORTH = 0.05  # a gain below this is not worth a change
-COMMON = 128  # the longest H that is in common use
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,12 @@ def intervals_for(steps: int) -> list[int]:
 
 def recommended(every: list[Candidate]) -> Candidate:
     """Of the usable candidates with a measured price, the plainest one that takes little longer
-    than the fastest. Candidates whose price is not measured count only if no other is usable: first
-    those without delay and with a common H, as longer H and delays are known to cost something.
-    Unusable ones count only if all are."""
+    than the fastest. Candidates whose price is not measured count only if no other is usable, first
+    those that change little. Unusable ones count only if all are."""
     usable = [candidate for candidate in every if candidate.usable]
     measured = [candidate for candidate in usable if candidate.price.measured]
-    undelayed = [candidate for candidate in usable if not candidate.work.delay]
-    common = [candidate for candidate in undelayed if candidate.work.sync_every <= COMMON]
-    pool = measured or common or undelayed or usable or every
+    careful = [candidate for candidate in usable if candidate.changes_little]
+    pool = measured or careful or usable or every
     enough = (1 + WORTH) * min(candidate.run_s for candidate in pool)
     return min((c for c in pool if c.run_s <= enough), key=_plainness)
 
@@ -91,7 +95,7 @@ def _plainness(candidate: Candidate) -> tuple[object, ...]:
     work = candidate.work
     return (
         not candidate.is_ddp,
-        work.delay > 0,
+        work.delay / work.sync_every,
         work.sync_every > COMMON,
         work.accumulate,
         not row(candidate.method).default,
@@ -153,14 +157,15 @@ def _cause(planner: Planner, own: Candidate, other: Candidate) -> str:
 
 
 def _fewer_buckets_would_do(planner: Planner, other: Candidate) -> bool:
-    """Would one bucket remove most of what DDP exchanges?"""
+    """Would one bucket remove most of the time that DDP exchanges over an endless rate?"""
     there = Planner(planner.cluster.changed(rate=1e15, slow_rate=None), planner.task)
     single = Work.ddp(
         other.work.parameters,
         gradient_bytes=other.work.gradient_bytes,
         bucket_mb=max(LARGE_BUCKETS, other.work.gradient_size / 2**20 + 1),
     )
-    return there.ddp("", single, other.price).exchanging < WORTH / 2
+    found = there.ddp("", single, other.price)
+    return found.exchanging * found.run_s < other.exchanging * other.run_s / 2
 
 
 def with_workers(

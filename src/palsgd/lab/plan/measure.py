@@ -18,7 +18,7 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.worker_loop import split_batch
 from palsgd.transports import Alone, ambient
 
-BLOCKS, STEPS, WARM = 7, 3, 2  # blocks of steps that are timed, and steps before them
+BLOCKS, STEPS, WARM = 7, 2, 2  # blocks of steps that are timed, and steps before them
 POOR = 0.2  # the spread of the blocks above which a measurement is called poor
 ELEMENTS, WORKERS = 1 << 20, 8  # of the message that is coded
 

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from palsgd.lab import methods
+
 RECORD = Path(__file__).parent / "prices.json"
 
 
@@ -49,17 +51,21 @@ class PriceTable:
         self._entries = {} if record.get("tiny", True) else _by_key(record["prices"])
         self._empty = "the record of prices is a tiny one, made to see its program run"
 
-    def ddp(self, *, accumulate: int = 1, gradients: str = "fp32") -> Price:
-        """The price of DDP's variants. DDP itself costs nothing beyond itself."""
+    def ddp(self, *, steps: int, accumulate: int = 1, gradients: str = "fp32") -> Price:
+        """The price of DDP's variants in a run of so many steps. DDP itself costs nothing beyond
+        itself."""
         if accumulate == 1 and gradients == "fp32":
             return FREE
         if not self._entries:
             return unknown(self._empty)
-        steps = self.conditions["steps"]
+        length = self.conditions["steps"]
+        if steps < length:
+            return unknown(f"DDP's variants were run with {length:,} steps, not with fewer")
+        wanted = methods.baseline().name, gradients, length
         measured = {
             key.accumulate: price
             for key, price in self._entries.items()
-            if (key.method, key.gradients, key.steps) == ("ddp", gradients, steps)
+            if (key.method, key.gradients, key.steps) == wanted
         }
         between = _between(sorted(measured), accumulate, log=True)
         if between is None:

@@ -1,14 +1,16 @@
 """`palsgd tune` from Python."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palsgd import references
 from palsgd.lab import workloads
-from palsgd.lab.methods import default_names
-from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.api import Result
+from palsgd.lab.methods import default_names, whole_names
 from palsgd.lab.run_set import Options, check_folder
 from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.record import record_of, sentences
@@ -33,17 +35,15 @@ class Tuning:
         the edge of what was searched."""
         return sentences(self.record)
 
+    @cached_property
+    def _result(self) -> Result:
+        """The trials as runs beside each other."""
+        return Result(self.runs, {})
+
     @property
     def frame(self) -> "pandas.DataFrame":
-        """One row for each run and evaluation."""
-        import pandas
-
-        rows = []
-        for config in sorted(self.runs.glob("*/config.yaml")):
-            folder = RunFolder(config.parent)
-            settings = {"run": folder.path.name, **folder.config()}
-            rows += [settings | line for line in folder.lines() if "loss" in line]
-        return pandas.DataFrame(rows)
+        """One row for each run and evaluation, as of a comparison."""
+        return self._result.frame
 
     def settings(self, method: str, base: Settings | None = None) -> Settings:
         """Those of a method, on top of `base`; by default the recipe's, evaluated on the test
@@ -52,25 +52,19 @@ class Tuning:
 
     def report(self, path: Path | str) -> Path:
         """A page about all trials."""
-        from palsgd.lab.report import write_report
-
-        return write_report([self.runs], Path(path))
+        return self._result.report(path)
 
 
 def tune(
     workload: str,
-    methods: Sequence[str] | None = None,
+    methods: Sequence[str] | str | None = None,
     *,
+    workers: int | None = None,
     trials: int = 16,
     seeds: int = 4,
-    out: Path | str | None = None,
     simulate: bool = True,
-    data: str | None = None,
-    download: bool = False,
-    device: str = "auto",
-    force: bool = False,
-    resume: bool = False,
-    quiet: bool = True,
+    out: Path | str | None = None,
+    options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Tuning:
     """Choose settings for each method by equally many trials with equally many gradient examples,
@@ -79,29 +73,34 @@ def tune(
     Args:
         workload: a workload or recipe. Its `SEARCH` says what is tried.
         methods: their names; by default the paper's four.
+        workers: how many; by default the recipe's.
         trials: points of the search space for each method.
         seeds: with which the two best points of a method are confirmed.
+        simulate: all workers in this process; False: real processes.
         out: the file to write, by default `runs/NAME-TIME/tuned.yaml`; trials go into a folder
             beside it.
-        simulate: all workers in this process; False: real processes.
-        data, download, device, force, resume, quiet: as on the command line.
-        **settings: any settings, which are then not searched.
+        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
+        settings: any other settings, which are then not searched.
 
     Raises:
-        ValueError: a setting is wrong, or `out` is in use without `force` or `resume`.
+        ValueError: for settings that are unknown or cannot work, before anything runs.
 
     Example:
-        palsgd.lab.tune("digits", ["ddp", "palsgd"], trials=8, seeds=2, out="tuned.yaml")
+        tuning = palsgd.lab.tune("digits", ["ddp", "palsgd"], trials=8, seeds=2, out="tuned.yaml")
+        print(*tuning.verdicts, sep="\\n")
     """
-    base = workloads.recipe(workload).changed(settings)
-    name = f"{workload}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
-    options = Options(
-        simulate=simulate, data=data, download=download, device=device, force=force,
-        resume=resume, quiet=quiet,
-    )  # fmt: skip
+    given = settings if workers is None else {**settings, "workers": workers}
+    names = (
+        default_names()
+        if methods is None
+        else whole_names(methods.split(",") if isinstance(methods, str) else methods)
+    )
+    base = workloads.recipe(workload).changed(given)
+    name = f"{references.short(workload)}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
     return run_tuning(
-        workload, base, methods or default_names(), Path(out or Path("runs") / name / "tuned.yaml"),
-        options, trials=trials, seeds=seeds, given=settings,
+        workload, base, names, Path(out or Path("runs") / name / "tuned.yaml"),
+        Options(**{"quiet": True, **(options or {})}, simulate=simulate),
+        trials=trials, seeds=seeds, given=given,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import palsgd
+from palsgd import references
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.provenance import provenance
 from palsgd.lab.tuning.budget import gradient_examples
@@ -49,7 +50,7 @@ def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
         if summary is not None
     ]
     return {
-        "settings": _chosen(search, method, winner),
+        "settings": chosen_settings(search, method, winner),
         "loss": of_mean(list(outcome.losses[winner].values())).as_dict(),
         "losses": outcome.losses[winner],
         "edges": edges(search.spaces[method], search.point(method, winner)),
@@ -60,20 +61,20 @@ def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _chosen(search: Search, method: str, number: int) -> dict[str, Any]:
+def chosen_settings(search: Search, method: str, number: int) -> dict[str, Any]:
     """The settings of a point and its length, in the unit of the recipe."""
     steps = search.settings(method, number).steps
     assert steps is not None
     if search.base.epochs is None:
         return search.point(method, number) | {"steps": steps}
     epochs = round(search.base.epochs * steps / search.gradients, 4)
-    return search.point(method, number) | {"epochs": epochs}
+    return search.point(method, number) | {"epochs": epochs, "whole_rounds": True}
 
 
 def _runner_up(search: Search, method: str, outcome: Outcome) -> dict[str, Any] | None:
     for number in outcome.finalists[1:]:
         loss = of_mean(list(outcome.losses[number].values()))
-        return {"settings": _chosen(search, method, number), "loss": loss.as_dict()}
+        return {"settings": chosen_settings(search, method, number), "loss": loss.as_dict()}
     return None
 
 
@@ -82,7 +83,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
     found = []
     for method, own in record["methods"].items():
         values = ", ".join(f"{name}={value}" for name, value in own["settings"].items())
-        text = f"{method}: {values}: loss {_shown_loss(own['loss'])}"
+        text = f"{references.short(method)}: {values}: loss {_shown_loss(own['loss'])}"
         if own["edges"]:
             at = ", ".join(f"{field} at the {end}" for field, end in own["edges"].items())
             text += f"; at an edge of the search, better ones may lie beyond: {at}"

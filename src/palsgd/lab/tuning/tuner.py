@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from palsgd import references
 from palsgd.lab import workloads
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import FailedRunsError, Options, run_all
@@ -113,7 +114,7 @@ def run_search(
 
 def _name(trial: Trial) -> str:
     method, point, seed = trial
-    return f"{method},point={point},seed={seed}"
+    return f"{references.short(method)},point={point},seed={seed}"
 
 
 def _examples(base: Settings, data: str | None) -> int:

@@ -100,7 +100,10 @@ def grid(name: str) -> dict[str, list]:
 def search(name: str) -> dict[str, Any]:
     """The values that `palsgd tune` tries for a recipe: by field, a list or a pair (low, high)."""
     recipe(name)  # refuses a name that is unknown
-    own = _of_its_workload(name, "SEARCH")
+    if _is_own(name):
+        own = getattr(references.find(name, _kind()).module, "SEARCH", {})
+    else:
+        own = _of_its_workload(name, "SEARCH")
     if not own:
         raise ValueError(
             f"the workload of {name} does not say what to try; add to its file for instance "

@@ -19,7 +19,8 @@ from palsgd.lab.workload import parts_of
 RECIPES = {
     "stories": Settings(
         workload="stories", workers=4, steps=1060, batch_size=16, sync_every=32, mix_prob=0.1,
-        mix_rate=8.0, warmup_steps=100, inner="adamw", lr=3e-3, max_norm=1.0, outer_lr=0.2,
+        mix_rate=8.0, warmup_steps=100, inner="adamw", lr=3e-3, max_norm=1.0, schedule="cosine",
+        outer_lr=0.7, outer_momentum=0.5,
     ),
 }  # fmt: skip
 GRIDS = {

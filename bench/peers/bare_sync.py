@@ -17,7 +17,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     net = Task(SIZES[order["size"]], 0).model()
-    opt = palsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=1e-3), sync_every=1)
+    opt = palsgd.LocalSGD(net, torch.optim.SGD(net.parameters(), lr=1e-3), sync_every=1,
+                          same_data=True)  # fmt: skip
     for p in net.parameters():
         p.grad = torch.zeros_like(p)
     seconds = []
