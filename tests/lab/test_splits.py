@@ -132,7 +132,10 @@ def test_photographs_are_held_out_of_train_and_val_is_not_opened(tmp_path):
     write_photographs(tmp_path / "imagenet", sizes=((32, 32),), count=100)
     test = SmallResNet50(data=tmp_path)
     assert (test.examples, len(test.photographs.val)) == (200, 200)
-    (tmp_path / "imagenet" / "val").rename(tmp_path / "elsewhere")
+    for path in (tmp_path / "imagenet" / "val").rglob("*.png"):
+        path.write_bytes(b"not an image")
+    with pytest.raises(ValueError, match=r"val.* is missing or not an image"):
+        SmallResNet50(data=tmp_path)
     choose = SmallResNet50(data=tmp_path, split="choose")
     paths = [{path for path, _ in part.samples} for part in held_parts(choose)]
     assert [len(part) for part in paths] == [198, 2]

@@ -19,7 +19,7 @@ from palsgd.lab.tuning.halving import FRESH_SEEDS, SEARCH_SEEDS, halve, rungs
 from palsgd.lab.tuning.record import chosen_settings
 from palsgd.lab.tuning.search_space import edges, points, shown, space_of
 from palsgd.lab.tuning.tuned_file import read_tuned, shipped, tuned_elsewhere, tuned_settings
-from palsgd.lab.tuning.tuner import Search
+from palsgd.lab.tuning.tuner import Search, Trials
 from support.commands import palsgd
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd")
@@ -160,8 +160,8 @@ def test_finalists_are_judged_by_seeds_that_had_no_part_in_choosing_them():
 
     outcome = halve(["ddp"], 8, 2, 0, table(loss))["ddp"]
     assert outcome.finalists == [1, 0]
-    assert outcome.losses[1] == {FRESH_SEEDS: 1.0, FRESH_SEEDS + 1: 1.0}
-    searched = {seed for _, _, seed in outcome.trials} - set(outcome.losses[1])
+    assert outcome.judged[1] == {FRESH_SEEDS: 1.0, FRESH_SEEDS + 1: 1.0}
+    searched = {seed for _, _, seed in outcome.trials} - set(outcome.judged[1])
     assert searched == {SEARCH_SEEDS, SEARCH_SEEDS + 1}
 
 
@@ -311,6 +311,17 @@ def test_the_winner_is_the_finalist_whose_runs_ended_lowest_on_held_out_data(sma
         lowest = fresh.groupby("lr").loss.mean().idxmin()
         assert own["settings"]["lr"] == lowest
         assert small.settings(method).lr == lowest
+
+
+def test_a_workload_that_is_judged_on_its_metric_is_tuned_on_it(small, monkeypatch):
+    search = Search.of("digits", small.settings("ddp"), ["ddp"], trials=4, seeds=2)
+    trials = Trials(search, small.runs, Options())
+    trial = ("ddp", 0, 12023)
+    summary = trials.summary(trial)
+    assert trials.judged(trial) == summary["final_loss"]
+    monkeypatch.setattr("palsgd.lab.workloads.digits.Digits.judged_on", "metric")
+    assert trials.judged(trial) == -summary["final_metric"]
+    assert trials.judged(("ddp", 99, 1)) == math.inf
 
 
 def test_a_sentence_for_each_method_names_settings_loss_and_edges(small):

@@ -62,7 +62,7 @@ class Settings:
     margin: float = 0.01  # the relative difference of losses that counts as none
     tuned: str | None = None  # the file of palsgd tune that these settings are from, and its hash
 
-    precision: str = "fp32"
+    precision: str = "tf32"  # of products on a GPU; fp32, or bf16 by autocast
     seed: int = 2023
     evaluate_every: int | None = None  # steps; None: twenty times in a run
     checkpoint_every: int | None = None  # rounds; None: whenever the model is evaluated

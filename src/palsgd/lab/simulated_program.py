@@ -98,6 +98,7 @@ def simulate_runs(
             vectorize=vectorize,
             at_once=len(runs) if resume else None,
             progress=False,
+            compile=workload.graphs or None,
         ):
             made = [
                 SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together

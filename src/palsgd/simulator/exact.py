@@ -17,6 +17,7 @@ from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, DryError, check_loss, moved
 from palsgd.simulator.global_model import GlobalModel, global_part
+from palsgd.simulator.graphed import Gradient, GraphedGradient, Loss
 from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.saved import (
@@ -26,6 +27,7 @@ from palsgd.simulator.saved import (
     optimizer_state,
     tensors_of,
 )
+from palsgd.simulator.stacking_checks import fastest_convolutions
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message, ambient
@@ -99,7 +101,9 @@ class SimulatedWorker:
         loss: Callable[[nn.Module, Any], Tensor],
         batches: Batches,
         rng: Randomness,
+        graphs: Any = None,
     ):
+        """`graphs` is the pool of memory for CUDA graphs; None: gradients are computed anew."""
         self.opt = built(method, model, transport)
         self.model = model
         self.losses: list[Tensor] = []  # since the last exchange
@@ -107,7 +111,10 @@ class SimulatedWorker:
         self.part: list[Tensor] | None = None  # its part of the global model, at the last exchange
         self.notes: list[Note] = []  # one per exchange
         self.pauses = False  # after the step that it is in?
-        self._worker, self._loss, self._batches = transport.worker, loss, batches
+        self._worker, self._batches = transport.worker, batches
+        self._gradient = (
+            Gradient(model, loss) if graphs is None else GraphedGradient(model, loss, graphs)
+        )
         self._rng = rng
         self._life: Generator[Request | Pause, int, None] | None = None
 
@@ -127,9 +134,7 @@ class SimulatedWorker:
         worker.end_at(steps)
         yield from torch.no_grad()(worker.prepare)()
         while opt.clock < steps:
-            loss = self._loss(self.model, moved(self._batches.next(), worker.inner.replica.device))
-            check_loss(loss, self._worker, opt.gradient_steps)
-            loss.backward()
+            loss = self._gradient(moved(self._batches.next(), worker.inner.replica.device))
             self.losses.append(loss.detach().reshape(()))
             yield from opt.simulated_step()
             opt.zero_grad()
@@ -168,24 +173,28 @@ class Exact:
         method: Callable[[nn.Module], LocalOptimizer],
         rngs: list[Randomness],
         recorder: Recorder,
+        graphs: bool = False,
     ):
         self.recorders = [recorder]
         self.error: Exception | None = None
         self._shown: GlobalModel | None = None
         self._model, self._steps, self._loss, self._method = model, steps, loss, method
-        self._batches, self._rngs = batches, rngs
+        self._batches, self._rngs, self._graphs = batches, rngs, graphs
 
     @cached_property
     def workers(self) -> list[SimulatedWorker]:
         """They are made when the run begins, as many runs may wait for each other."""
         models = [self._model] + [copy.deepcopy(self._model) for _ in self._batches[1:]]
         settings: list[dict[str, Any]] = []
+        pool = torch.cuda.graph_pool_handle() if self._graphs else None
         found = []
         for k, (model, batches, rng) in enumerate(
             zip(models, self._batches, self._rngs, strict=True)
         ):
             transport = SimulatedTransport(k, len(models), settings)
-            worker = SimulatedWorker(model, self._method, transport, self._loss, batches, rng)
+            worker = SimulatedWorker(
+                model, self._method, transport, self._checked_loss(k), batches, rng, pool
+            )
             found.append(worker)
             note = partial(self._note, worker)
             worker.opt.on(Averaged, note)
@@ -194,6 +203,14 @@ class Exact:
         self._shown = GlobalModel(first) if first.method.overrides("global_model") else None
         return found
 
+    def _checked_loss(self, worker: int) -> Loss:
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            found = self._loss(model, batch)
+            check_loss(found, worker, self.workers[worker].opt.gradient_steps)
+            return found
+
+        return loss
+
     @property
     def clock(self) -> int:
         return self.workers[0].opt.clock
@@ -201,7 +218,7 @@ class Exact:
     def advance(self) -> bool:
         """Train up to the next pause. Returns whether there was one; False: the run has ended."""
         try:
-            with self.recorders[0].watch.running():
+            with self.recorders[0].watch.running(), fastest_convolutions():
                 return self.error is None and self._to_pause()
         except (NonFiniteError, DryError) as error:
             self.error = error

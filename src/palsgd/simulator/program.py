@@ -229,9 +229,8 @@ class Simulation:
             model = copy.deepcopy(start.model)
             run = Run(model, self.loss, start.batches, start.method, start.recorder)
             made[run] = start
-        compiled = self._compiled(starts[0].model)
         engines = [
-            Vectorized(group, compiled, steps=self.steps, seed=made[group[0]].seed)
+            Vectorized(group, self.compile or False, steps=self.steps, seed=made[group[0]].seed)
             for group in alike(list(made))
         ]
         for start in starts:
@@ -239,12 +238,10 @@ class Simulation:
         # every engine is tried before the first one trains, as training uses up data
         for engine in engines:
             engine.try_gradient()
+            engine.choose_program(
+                compile=self.compile is None, against_loop=self.vectorize == "auto"
+            )
         return [self._program([made[run] for run in engine.runs], engine) for engine in engines]
-
-    def _compiled(self, model: nn.Module) -> bool | str:
-        if self.compile is not None:
-            return self.compile
-        return next(model.parameters()).is_cuda and self.steps >= 2000
 
     def _exact(self, start: Start) -> Program:
         engine = Exact(
@@ -255,6 +252,7 @@ class Simulation:
             method=start.method,
             rngs=start.rngs,
             recorder=start.recorder,
+            graphs=bool(self.compile) and next(start.model.parameters()).is_cuda,
         )
         return self._program([start], engine)
 

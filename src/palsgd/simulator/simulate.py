@@ -46,7 +46,8 @@ def simulate(
             that can start over.
         method: `method(model)` gives a palsgd optimizer, for each worker.
         vectorize: True: all workers as one stacked program; False: one after another, the
-            optimizers' own code; "auto": stacked where that is possible and pays.
+            optimizers' own code; "auto": stacked where that is possible and, on a GPU, faster: both
+            are tried on the first batches.
         device: where the model is moved; None: where `model()` puts it.
         seed: of the model. In the exact engine worker k draws its random numbers (dropout) as a
             process would after `torch.manual_seed(seed + k)`; the vectorized one draws others of
@@ -57,8 +58,10 @@ def simulate(
             this function returns True.
         progress: show a bar; None: on a terminal.
         compile: compile the stacked program by torch.compile, which takes half a minute and then
-            saves a tenth to a half of each step on a GPU. None compiles long runs on a GPU. A
-            string is torch.compile's mode ("reduce-overhead" for CUDA graphs).
+            saves a tenth to a half of each step on a GPU. None compiles, on a GPU, what would take
+            longer than 100 seconds. A string is torch.compile's mode ("reduce-overhead" for CUDA
+            graphs). Workers that are not stacked replay their gradients as CUDA graphs if it is
+            true; the loss must then do the same work in every step.
         cluster: a `palsgd.Cluster`; `time_s` in the history is then the wall-clock time at which
             each exchange would end on that cluster.
         checkpoint: a folder into which the state is written after every evaluation (without

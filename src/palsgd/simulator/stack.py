@@ -9,8 +9,10 @@ gets the sum over its workers.
 
 import copy
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from palsgd.simulator.batches import moved
 from palsgd.simulator.saved import copy_tensors
-from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD, Step
+from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
+from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
 from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
     UnequalBatchesError,
@@ -53,7 +56,9 @@ class StackedWorkers:
         `buffers` likewise by name. Everything else in the module is the same for all workers."""
         self.runs, self.workers, self.count = len(rows), workers, len(rows) * workers
         self._module, self._names, self._inner = module, names, inner
-        self.params = [torch.stack([x.detach() for x in each]) for each in zip(*rows, strict=True)]
+        self.params = [
+            torch.stack([x.detach() for x in each]).contiguous() for each in zip(*rows, strict=True)
+        ]
         self.state = [
             inner.new_state(x, group) for x, group in zip(self.params, group_of, strict=True)
         ]
@@ -65,6 +70,7 @@ class StackedWorkers:
         everything = [*module.named_parameters(), *module.named_buffers()]
         self._constant = {name: x.detach() for name, x in everything if name not in varied}
         self._columns: dict[tuple[float, ...], Tensor] = {}
+        self.unfolded = False  # are convolutions computed from patches?
         self.compile(compiled)
 
     @property
@@ -97,8 +103,6 @@ class StackedWorkers:
         self.compiled = bool(compiled)
         mode = compiled if isinstance(compiled, str) else None
         build = partial(torch.compile, mode=mode) if compiled else as_it_is
-        # A CUDA graph cannot hold the inner step, as it changes its inputs.
-        self._step: Step = torch.compile(self._inner.step) if compiled else self._inner.step
         own = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
         self._some = own
@@ -168,19 +172,72 @@ class StackedWorkers:
 
     def try_gradient(self, batches: list[Any]) -> None:
         """Raise CannotVectorizeError if this model cannot be stacked; nothing changes."""
+        try:
+            with self._apart() as (pristine, buffers, constant):
+                self._try_all(batches)
+                self._check_unchanged(pristine=pristine, constant=constant)
+                self.buffers = _clones(buffers)
+                self._compare_with_backward(batches[0], pristine=pristine)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
+
+    @contextmanager
+    def _apart(self) -> Iterator[tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]]:
+        """Inside, gradients are computed on copies of what a forward pass may change. Yields the
+        module, the buffers and the constants outside."""
         outside = self._module, self.buffers, self._constant
         self._module = copy.deepcopy(self._module)
         self._constant = {name: x.clone() for name, x in self._constant.items()}
+        self.buffers = _clones(outside[1])
         try:
-            self.buffers = _clones(outside[1])
-            self._try_all(batches)
-            self._check_unchanged(pristine=outside[0], constant=outside[2])
-            self.buffers = _clones(outside[1])
-            self._compare_with_backward(batches[0], pristine=outside[0])
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
+            yield outside
         finally:
             self._module, self.buffers, self._constant = outside
+
+    def choose_convolutions(self, batches: list[Any]) -> float:
+        """Time a gradient of all workers, with each way to compute convolutions, and keep the
+        faster one. Returns its seconds."""
+        ways = (False, True) if any(convolutions(self._module)) else (False,)
+        taken = {}
+        for unfolded in ways:
+            with self._apart():
+                unfold_convolutions(self._module, unfolded)
+                taken[unfolded] = self._seconds_of(self.gradients, list(range(self.count)), batches)
+        self.unfold(min(taken, key=lambda way: taken[way]))
+        return min(taken.values())
+
+    def unfold(self, unfolded: bool) -> None:
+        """Compute convolutions from patches, or not."""
+        self.unfolded = unfolded
+        unfold_convolutions(self._module, unfolded)
+
+    def loop_seconds(self, batches: list[Any]) -> float:
+        """The seconds of the same gradients, one worker after another."""
+        module, batch = copy.deepcopy(self._module), moved(batches[0], self.device)
+        unfold_convolutions(module, False)
+
+        def gradient() -> None:
+            module.zero_grad()
+            with torch.enable_grad():
+                module(batch).backward()
+
+        return self.count * self._seconds_of(gradient)
+
+    def _seconds_of(self, call: Callable[..., Any], *args: Any) -> float:
+        """The least of a few times, after two that choose algorithms; infinite if memory is
+        short."""
+        found = []
+        try:
+            for _ in range(5):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                call(*args)
+                torch.cuda.synchronize()
+                found.append(time.perf_counter() - start)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return math.inf
+        return min(found[2:])
 
     def _try_all(self, batches: list[Any]) -> None:
         everyone = list(range(self.count))
@@ -239,7 +296,7 @@ class StackedWorkers:
         """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
-            self._step(self.params, grads, columns, self.state)
+            self._inner.step(self.params, grads, columns, self.state, self.compiled)
             return
         index = torch.tensor(who, device=self.device)
         params = [x.index_select(0, index) for x in self.params]
@@ -292,7 +349,8 @@ def _clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _batched_attention(device: torch.device) -> AbstractContextManager[Any]:
-    """Allow only the attention kernels that vmap supports: on a CPU the one of matrix products, on
-    a GPU also the fused ones. cuDNN's is not allowed, as torch 2.11 cannot compile it."""
-    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    return sdpa_kernel([*(fused if device.type == "cuda" else []), SDPBackend.MATH])
+    """Allow only the attention kernels that vmap supports: the one of matrix products and, on a
+    GPU, flash attention. The gradient of memory-efficient attention fails under vmap, and cuDNN's
+    attention cannot be compiled by torch 2.11."""
+    fused = [SDPBackend.FLASH_ATTENTION] if device.type == "cuda" else []
+    return sdpa_kernel([*fused, SDPBackend.MATH])

@@ -6,6 +6,7 @@ too. So each scalar of an update is a column here, with one entry per worker.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 State = list[list[Tensor]]  # for each parameter, tensors with the worker axis
-Step = Callable[[list[Tensor], list[Tensor], list[Tensor], State], None]
 
 
 class StackedSGD:
@@ -37,22 +37,43 @@ class StackedSGD:
         )
 
     def step(
-        self, params: list[Tensor], grads: list[Tensor], rates: list[Tensor], state: State
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        rates: list[Tensor],
+        state: State,
+        compiled: bool = False,
     ) -> None:
         """`rates[g]` has the learning rate of parameter group g, one entry per worker."""
+        update = compiled_update(sgd_update) if compiled else sgd_update
         for i, (x, g, kept) in enumerate(zip(params, grads, state, strict=True)):
-            settings = self._groups[self._group_of[i]]
-            mu = settings["momentum"]
-            if settings["weight_decay"]:
-                g = g + settings["weight_decay"] * x
-            if mu:
-                damped = g
-                if settings["dampening"]:
-                    damped = g * column(1 - settings["dampening"] * kept[1], g)
-                    kept[1].fill_(1.0)
-                kept[0].mul_(mu).add_(damped)
-                g = g + mu * kept[0] if settings["nesterov"] else kept[0]
-            x.sub_(column(rates[self._group_of[i]], x) * g)
+            settings, x, g = self._groups[self._group_of[i]], rows(x), rows(g)
+            damping = None
+            if settings["momentum"] and settings["dampening"]:
+                damping = column(1 - settings["dampening"] * kept[1], g)
+                kept[1].fill_(1.0)
+            update(
+                x, g, rows(kept[0]) if kept else None, column(rates[self._group_of[i]], x), damping,
+                settings["momentum"], settings["weight_decay"], settings["nesterov"],
+            )  # fmt: skip
+
+
+def sgd_update(
+    x: Tensor,
+    g: Tensor,
+    velocity: Tensor | None,
+    lr: Tensor,
+    damping: Tensor | None,
+    momentum: float,
+    decay: float,
+    nesterov: bool,
+) -> None:
+    if decay:
+        g = g + decay * x
+    if velocity is not None:
+        velocity.mul_(momentum).add_(g if damping is None else g * damping)
+        g = g + momentum * velocity if nesterov else velocity
+    x.sub_(lr * g)
 
 
 class StackedAdam:
@@ -69,23 +90,25 @@ class StackedAdam:
         return [torch.zeros_like(param), torch.zeros_like(param), steps]
 
     def step(
-        self, params: list[Tensor], grads: list[Tensor], rates: list[Tensor], state: State
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        rates: list[Tensor],
+        state: State,
+        compiled: bool = False,
     ) -> None:
+        update = compiled_update(adam_update) if compiled else adam_update
         torch._foreach_add_([kept[2] for kept in state], 1)
         scales, sizes = self._corrections(torch.stack([kept[2] for kept in state]), rates)
         for i, (x, g, (first, second, _)) in enumerate(zip(params, grads, state, strict=True)):
             settings, lr = self._groups[self._group_of[i]], rates[self._group_of[i]]
-            beta1, beta2 = settings["betas"]
-            decay = settings["weight_decay"]
-            if decay and self._decoupled:
-                x.mul_(column(1 - lr * decay, x))
-            elif decay:
-                g = g + decay * x
-            first.lerp_(g, 1 - beta1)
-            second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            # x -= lr / (1 - beta1^t) * first / (sqrt(second) / sqrt(1 - beta2^t) + eps)
-            away = second.sqrt().mul_(column(scales[i], x)).add_(settings["eps"])
-            x.sub_(column(sizes[i], x) * first / away)
+            (beta1, beta2), decay, x = settings["betas"], settings["weight_decay"], rows(x)
+            shrink = column(1 - lr * decay, x) if decay and self._decoupled else None
+            update(
+                x, rows(g), rows(first), rows(second),
+                column(scales[i], x), column(sizes[i], x), shrink,
+                beta1, beta2, settings["eps"], 0.0 if self._decoupled else decay,
+            )  # fmt: skip
 
     def _corrections(self, steps: Tensor, rates: list[Tensor]) -> tuple[Tensor, Tensor]:
         """1 / sqrt(1 - beta2^t) and lr / (1 - beta1^t), with a row per parameter and a column per
@@ -94,6 +117,44 @@ class StackedAdam:
         lr = torch.stack([rates[group] for group in self._group_of])
         betas = self._betas
         return (1 - betas[:, 1:] ** steps).rsqrt(), lr / (1 - betas[:, :1] ** steps)
+
+
+def adam_update(
+    x: Tensor,
+    g: Tensor,
+    first: Tensor,
+    second: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    shrink: Tensor | None,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """x -= size * first / (sqrt(second) * scale + eps), where size is lr / (1 - beta1^t) and scale
+    is 1 / sqrt(1 - beta2^t)."""
+    if shrink is not None:
+        x.mul_(shrink)
+    elif decay:
+        g = g + decay * x
+    first.lerp_(g, 1 - beta1)
+    second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    away = second.sqrt().mul_(scale).add_(eps)
+    x.sub_(size * first / away)
+
+
+@cache
+def compiled_update(update: Callable[..., None]) -> Callable[..., None]:
+    """The update of one parameter as one kernel, the same for all sizes. A program of all
+    parameters at once would take torch.compile half a minute."""
+    return torch.compile(update, dynamic=True)
+
+
+def rows(x: Tensor) -> Tensor:
+    """One row per worker. Weights and state of a stack are contiguous, so these are views of
+    them."""
+    return x.reshape(len(x), -1)
 
 
 def stacked_optimizer(

@@ -7,6 +7,7 @@ stretch; otherwise the last gradients are computed for fewer workers.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from palsgd.simulator.workerwise_rules import WorkerwiseRules
 log = logging.getLogger("palsgd")
 
 Losses = list[Tensor]  # of each worker, in their order
+COMPILE_FROM_S = 100  # of gradients; torch.compile takes about half a minute and saves a third
 
 
 class Member(NamedTuple):
@@ -106,7 +108,28 @@ class Vectorized:
         return self.runs[0].schedule
 
     def try_gradient(self) -> None:
-        self.stack.try_gradient([source.peek() for run in self.runs for source in run.batches])
+        self.stack.try_gradient(self._first_batches())
+
+    def choose_program(self, *, compile: bool, against_loop: bool) -> None:
+        """On a GPU, choose by trying how gradients are computed. `compile`: also whether they are
+        compiled. `against_loop`: raise CannotVectorizeError where one worker after another is
+        faster."""
+        if self.stack.device.type != "cuda":
+            return
+        batches = self._first_batches()
+        with fastest_convolutions(), torch.no_grad():
+            took = self.stack.choose_convolutions(batches)
+            loop = self.stack.loop_seconds(batches) if against_loop else math.inf
+        if loop < took:
+            raise CannotVectorizeError(
+                f"a gradient of every worker takes {1e3 * loop:.1f} ms one after another, and "
+                f"{1e3 * took:.1f} ms stacked"
+            )
+        if compile and took * self.steps > COMPILE_FROM_S:
+            self.stack.compile(True)
+
+    def _first_batches(self) -> list[Any]:
+        return [source.peek() for run in self.runs for source in run.batches]
 
     @property
     def recorders(self) -> list[Recorder]:
@@ -379,6 +402,8 @@ class Vectorized:
             {
                 "clock": self.clock,
                 "open": self._open,
+                "unfolded": self.stack.unfolded,
+                "compiled": self.stack.compiled,
                 "seconds": self._watch.seconds(),
                 "rng": {name: self._rng[name] for name in ("cpu", "cuda")},
                 **self.stack.tensors(),
@@ -393,6 +418,9 @@ class Vectorized:
     def load(self, saved: Mapping[str, Any]) -> None:
         stack = saved["stack"]
         self.clock, self._open = stack["clock"], stack["open"]
+        self.stack.unfold(stack["unfolded"])
+        if stack["compiled"] != self.stack.compiled:
+            self.stack.compile(stack["compiled"])
         self._watch.set(stack["seconds"])
         self._rng.update(cloned(stack["rng"]))
         if self._open:

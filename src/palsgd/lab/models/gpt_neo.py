@@ -6,10 +6,10 @@ attention runs in torch's fused kernels, and training never holds the logits of 
 (see linear_cross_entropy.py).
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu
 
+from palsgd.lab.models.attention import causal_attention
 from palsgd.lab.models.linear_cross_entropy import linear_cross_entropy
 
 WINDOW = 256  # of the local layers, every second one
@@ -91,22 +91,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each(x).unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            each(x).unflatten(-1, (self._heads, -1))
             for each in (self.q_proj, self.k_proj, self.v_proj)
         )
-        near = self._near(x.shape[1], x.device)
-        mixed = scaled_dot_product_attention(
-            q, k, v, attn_mask=near, is_causal=near is None, scale=1.0
-        )
-        return self.out_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _near(self, length: int, device: torch.device) -> Tensor | None:
-        """The mask of a local layer: which tokens a token may attend to. None if the text fits into
-        one window, where the causal mask is enough."""
-        if not self._local or length <= WINDOW:
-            return None
-        ones = torch.ones(length, length, dtype=torch.bool, device=device)
-        return ones.tril() & ones.triu(1 - WINDOW)
+        # a text that fits into one window needs no mask beyond the causal one
+        window = WINDOW if self._local and x.shape[1] > WINDOW else 0
+        mixed = causal_attention(q, k, v, window)
+        return self.out_proj(mixed.flatten(2))
 
 
 class MLP(nn.Module):

@@ -2,7 +2,7 @@
 
 All points run with one seed, the better half with two, the better half of those with four, and so
 on, until two are left: the finalists. They run again with seeds that had no part in choosing them,
-and the mean over those decides. So the winner's loss is hardly better by luck.
+and the mean over those decides. So the winner's figure is hardly better by luck.
 """
 
 import math
@@ -15,8 +15,8 @@ FINALISTS = 2
 SEARCH_SEEDS, FRESH_SEEDS = 10_000, 20_000
 
 Trial = tuple[str, int, int]  # method, point, seed
-Losses = Mapping[Trial, float]  # infinite where training failed
-Run = Callable[[list[Trial]], Losses]
+Judged = Mapping[Trial, float]  # lower is better, infinite where training failed
+Run = Callable[[list[Trial]], Judged]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Outcome:
     """Of one method."""
 
     finalists: list[int]  # the winner first
-    losses: dict[int, dict[int, float]]  # of each finalist, by fresh seed
+    judged: dict[int, dict[int, float]]  # each finalist by fresh seed, lower is better
     trials: list[Trial]  # all that were run, in order
 
     @property
@@ -44,20 +44,20 @@ def rungs(points: int, seeds: int) -> list[tuple[int, int]]:
 def halve(
     methods: Sequence[str], points: int, seeds: int, first: int, run: Run
 ) -> dict[str, Outcome]:
-    """The outcome of each method. `run` does the trials that are new and gives the losses of all;
+    """The outcome of each method. `run` does the trials that are new and judges all;
     trials of all methods on a rung are handed over together, so that they can share programs."""
     left = {method: list(range(points)) for method in methods}
     done: dict[str, list[Trial]] = {method: [] for method in methods}
-    losses: dict[Trial, float] = {}
+    judged: dict[Trial, float] = {}
 
     def tried(seeds: Sequence[int]) -> None:
         trials = [(m, point, seed) for m in methods for point in left[m] for seed in seeds]
-        losses.update(run(trials))
+        judged.update(run(trials))
         for trial in trials:
             if trial not in done[trial[0]]:
                 done[trial[0]].append(trial)
         for method in methods:
-            left[method].sort(key=lambda point: fmean(losses[method, point, s] for s in seeds))
+            left[method].sort(key=lambda point: fmean(judged[method, point, s] for s in seeds))
 
     for count, many in rungs(points, seeds):
         left = {method: best[:count] for method, best in left.items()}
@@ -68,7 +68,7 @@ def halve(
     return {
         method: Outcome(
             left[method],
-            {point: {s: losses[method, point, s] for s in fresh} for point in left[method]},
+            {point: {s: judged[method, point, s] for s in fresh} for point in left[method]},
             done[method],
         )
         for method in methods

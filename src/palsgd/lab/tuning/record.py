@@ -5,6 +5,7 @@ from typing import Any
 
 import palsgd
 from palsgd import references
+from palsgd.lab import workloads
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.provenance import provenance
 from palsgd.lab.tuning.budget import gradient_examples
@@ -27,6 +28,7 @@ def record_of(trials: Trials, outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "palsgd": palsgd.__version__,
         **provenance(),
         "split": base.split,
+        "judged_on": workloads.kind(base.workload).judged_on,
         "trials": search.trials,
         "seeds": {
             "search": [base.seed + SEARCH_SEEDS + i for i in range(most)],
@@ -43,6 +45,7 @@ def record_of(trials: Trials, outcomes: Mapping[str, Outcome]) -> dict[str, Any]
 
 def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
     search, winner = trials.search, outcome.winner
+    losses = _losses(trials, method, winner, outcome)
     summaries = {trial: trials.summary(trial) for trial in outcome.trials}
     examples = [
         gradient_examples(summary, trials.settings(trial))
@@ -51,13 +54,13 @@ def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
     ]
     return {
         "settings": chosen_settings(search, method, winner),
-        "loss": of_mean(list(outcome.losses[winner].values())).as_dict(),
-        "losses": outcome.losses[winner],
+        "loss": of_mean(list(losses.values())).as_dict(),
+        "losses": losses,
         "edges": edges(search.spaces[method], search.point(method, winner)),
         "runs": len(outcome.trials),
         "failed": len(outcome.trials) - len(examples),
         "gradient_examples": sum(examples),
-        "runner_up": _runner_up(search, method, outcome),
+        "runner_up": _runner_up(trials, method, outcome),
     }
 
 
@@ -71,11 +74,17 @@ def chosen_settings(search: Search, method: str, number: int) -> dict[str, Any]:
     return search.point(method, number) | {"epochs": epochs, "whole_rounds": True}
 
 
-def _runner_up(search: Search, method: str, outcome: Outcome) -> dict[str, Any] | None:
+def _runner_up(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any] | None:
     for number in outcome.finalists[1:]:
-        loss = of_mean(list(outcome.losses[number].values()))
-        return {"settings": chosen_settings(search, method, number), "loss": loss.as_dict()}
+        loss = of_mean(list(_losses(trials, method, number, outcome).values()))
+        return {"settings": chosen_settings(trials.search, method, number), "loss": loss.as_dict()}
     return None
+
+
+def _losses(trials: Trials, method: str, number: int, outcome: Outcome) -> dict[int, float]:
+    """By fresh seed. The workload may be judged on something else."""
+    seeds = outcome.judged[number]
+    return {seed: trials.figure((method, number, seed), "final_loss") for seed in seeds}
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:

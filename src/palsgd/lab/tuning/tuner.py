@@ -13,7 +13,7 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import FailedRunsError, Options, run_all
 from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.budget import with_gradients
-from palsgd.lab.tuning.halving import Losses, Outcome, Trial, halve
+from palsgd.lab.tuning.halving import Judged, Outcome, Trial, halve
 from palsgd.lab.tuning.search_space import Space, points, space_of
 
 
@@ -76,12 +76,12 @@ class Trials:
         self.search, self.folder, self._options = search, folder, options
         self._runs: dict[str, Settings] = {}
 
-    def run(self, trials: list[Trial]) -> Losses:
+    def run(self, trials: list[Trial]) -> Judged:
         self._runs |= {_name(trial): self.settings(trial) for trial in trials}
         with suppress(FailedRunsError):  # a trial that diverges has lost
             run_all(self._runs, self.folder, self._options)
         self._options = replace(self._options, force=False, resume=True)
-        return {trial: self.loss(trial) for trial in trials}
+        return {trial: self.judged(trial) for trial in trials}
 
     def settings(self, trial: Trial) -> Settings:
         method, point, seed = trial
@@ -91,14 +91,18 @@ class Trials:
         """None: training failed."""
         return RunFolder(self.folder / _name(trial)).summary()
 
-    def loss(self, trial: Trial) -> float:
-        """What the trial is judged on, lower is better; infinite where training failed."""
+    def figure(self, trial: Trial, name: str) -> float:
+        """A figure of the trial's end; infinite where training failed."""
         found = self.summary(trial)
+        value = None if found is None else found[name]
+        return math.inf if value is None or not math.isfinite(value) else value
+
+    def judged(self, trial: Trial) -> float:
+        """What the workload is judged on, lower is better; infinite where training failed."""
         kind = workloads.kind(self.search.base.workload)
-        value = None if found is None else found[f"final_{kind.judged_on}"]
-        if value is None or not math.isfinite(value):
-            return math.inf
-        return -value if kind.judged_on == "metric" and kind.higher_is_better else value
+        value = self.figure(trial, f"final_{kind.judged_on}")
+        turned = kind.judged_on == "metric" and kind.higher_is_better and math.isfinite(value)
+        return -value if turned else value
 
 
 def run_search(

@@ -19,7 +19,8 @@ RECIPES = {
         workload="imagenet-resnet50", workers=4, epochs=90, batch_size=64, sync_every=64,
         mix_prob=0.05, mix_rate=4.0, warmup_steps=200_000, sharding="fixed", inner="sgd", lr=1e-3,
         momentum=0.875, weight_decay=_DECAY, schedule="cosine", lr_warmup_epochs=3, outer_lr=0.2,
-        outer_momentum=0.875, outer_weight_decay=_DECAY, target=0.75, target_on="metric",
+        outer_momentum=0.875, outer_weight_decay=_DECAY, precision="bf16", target=0.75,
+        target_on="metric",
         whole_rounds=True,
     ),
 }  # fmt: skip
@@ -44,6 +45,7 @@ class ImageNetResNet50(Classification):
     source = sources.ImageNet()
     examples = 1_281_167
     judged_on = "metric"
+    graphs = True
     held_out = 0.01
     resolution = 224
 

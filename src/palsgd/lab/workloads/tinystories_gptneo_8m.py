@@ -14,7 +14,7 @@ from palsgd.lab.settings import Settings
 _PAPER = Settings(
     workload="tinystories-gptneo-8m", workers=8, epochs=15, batch_size=256, sync_every=64,
     mix_prob=0.1, mix_rate=16.0, warmup_steps=1024, sharding="fixed", inner="adamw", lr=1e-3,
-    weight_decay=0.01, max_norm=1.0, outer_lr=0.2, whole_rounds=True,
+    weight_decay=0.01, max_norm=1.0, outer_lr=0.2, whole_rounds=True, precision="bf16",
 )  # fmt: skip
 RECIPES = {
     "tinystories-gptneo-8m": _PAPER,

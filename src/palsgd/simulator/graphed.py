@@ -1,0 +1,132 @@
+"""The gradient of one worker, replayed as a CUDA graph.
+
+A model of many small layers keeps a GPU waiting for the host, which starts hundreds of kernels in
+each step. A graph starts them all at once. What the host decides while the graph is recorded stays
+decided: a loss that does something else from step to step must not be recorded. So graphs are made
+only if they are asked for, and the first replay is compared with a gradient that is computed
+anew."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+log = logging.getLogger("palsgd")
+
+Loss = Callable[[nn.Module, Any], Tensor]
+EAGER_STEPS = 3  # before recording: they choose algorithms and fill caches
+
+
+class Gradient:
+    """`loss(model, batch)` and its gradients, in the parameters' `grad`."""
+
+    def __init__(self, model: nn.Module, loss: Loss):
+        self.model, self.loss = model, loss
+
+    def __call__(self, batch: Any) -> Tensor:
+        loss = self.loss(self.model, batch)
+        loss.backward()
+        return loss
+
+
+class GraphedGradient(Gradient):
+    def __init__(self, model: nn.Module, loss: Loss, pool: Any):
+        """Graphs that are replayed one after another share the memory of a `pool`."""
+        super().__init__(model, loss)
+        self._pool, self._left = pool, EAGER_STEPS
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._may = True
+        self._inputs: list[Any] = []
+        self._form: Any = None
+        self._result = torch.zeros(())
+        self._grads: list[Tensor | None] = []
+        self._places: list[int] = []
+
+    def __call__(self, batch: Any) -> Tensor:
+        if self._left > 0 or not self._may:
+            return self._eager(batch)
+        if self._graph is None:
+            self._record(batch)
+        leaves, form = pytree.tree_flatten(batch)
+        if self._graph is None or not self._fits(leaves, form):
+            return super().__call__(batch)
+        self._replay(leaves)
+        return self._result.clone()
+
+    def _eager(self, batch: Any) -> Tensor:
+        before = torch.cuda.get_rng_state()
+        loss = super().__call__(batch)
+        if not torch.equal(before, torch.cuda.get_rng_state()):
+            self._give_up("it draws random numbers")
+        self._left -= 1
+        return loss
+
+    def _record(self, batch: Any) -> None:
+        """Record a gradient on this batch. The buffers, which a forward pass changes, stay as they
+        were."""
+        leaves, self._form = pytree.tree_flatten(batch)
+        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        static = pytree.tree_unflatten(self._inputs, self._form)
+        buffers = [b.clone() for b in self.model.buffers()]
+        params = list(self.model.parameters())
+        try:
+            super().__call__(static)
+            want = [None if p.grad is None else p.grad.clone() for p in params]
+            self._forget(buffers)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._result = super().__call__(static).detach()
+            self._graph, self._grads = graph, [p.grad for p in params]
+            self._places = [p.data_ptr() for p in params]
+            self._replay(self._inputs)
+            if not _close(self._grads, want):
+                self._give_up("a replay computes something else")
+        except RuntimeError as error:
+            self._give_up(str(error).splitlines()[0])
+        finally:
+            self._forget(buffers)
+
+    def _forget(self, buffers: list[Tensor]) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+        for own, before in zip(self.model.buffers(), buffers, strict=True):
+            own.copy_(before)
+
+    def _fits(self, leaves: list[Any], form: Any) -> bool:
+        """Is the batch like the recorded one, and are the weights where they were?"""
+        alike = form == self._form and all(map(_alike, leaves, self._inputs))
+        places = [p.data_ptr() for p in self.model.parameters()]
+        return alike and places == self._places
+
+    def _replay(self, leaves: list[Any]) -> None:
+        assert self._graph is not None
+        for own, x in zip(self._inputs, leaves, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(x)
+        self._graph.replay()
+        for p, g in zip(self.model.parameters(), self._grads, strict=True):
+            p.grad = g
+
+    def _give_up(self, reason: str) -> None:
+        self._may, self._graph = False, None
+        log.warning("palsgd.simulate: gradients are no CUDA graph, because %s", reason)
+
+
+def _alike(x: Any, own: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(own, Tensor):
+        return x.shape == own.shape and x.dtype == own.dtype and x.device == own.device
+    return type(x) is type(own) and bool(x == own)
+
+
+def _close(found: list[Tensor | None], want: list[Tensor | None]) -> bool:
+    """Equal but for the order in which a kernel adds."""
+    for a, b in zip(found, want, strict=True):
+        if a is None or b is None:
+            if a is not b:
+                return False
+        elif float((a - b).norm()) > 0.01 * float(b.norm()) + 1e-12:
+            return False
+    return True

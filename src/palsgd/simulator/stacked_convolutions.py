@@ -1,0 +1,161 @@
+"""Convolutions of many workers as one product of matrices for each.
+
+vmap turns the convolutions of K workers into one with K groups, for which cuDNN runs K small
+kernels. Here the patches of all images of a worker become the columns of a matrix, which the
+worker's weights multiply: K products of one kernel. Patches take as much memory as a kernel has
+places, times the images; whether that pays is found by trying (see stack.py).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+Pair = tuple[int, int]
+
+
+def convolutions(module: nn.Module) -> Iterator[nn.Conv2d]:
+    """Those that can be computed from patches."""
+    for each in module.modules():
+        if (
+            type(each) is nn.Conv2d
+            and each.groups == 1
+            and each.dilation == (1, 1)
+            and each.padding_mode == "zeros"
+            and not isinstance(each.padding, str)
+        ):
+            yield each
+
+
+def unfold_convolutions(module: nn.Module, unfolded: bool) -> None:
+    """Let the module's convolutions be computed from patches, or as they are by nature."""
+    for each in convolutions(module):
+        if unfolded:
+            each.forward = partial(_forward, each)  # type: ignore[method-assign]
+        else:
+            vars(each).pop("forward", None)
+
+
+def _forward(self: nn.Conv2d, x: Tensor) -> Tensor:
+    weight, bias = self.weight, self.bias
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # as conv2d does
+        low = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
+    out, _ = _convolve(x[None], weight[None], list(self.stride), list(self.padding))
+    return out[0] if bias is None else out[0] + bias[:, None, None]
+
+
+@torch.library.custom_op("palsgd::stacked_conv2d", mutates_args=())
+def _convolve(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
+) -> tuple[Tensor, Tensor]:
+    """x is [workers, images, channels, height, width], weight [workers, outputs, channels, kernel
+    height, kernel width]. The patches, which the gradient needs, are the second result."""
+    workers, outputs = weight.shape[:2]
+    windows = _windows(x, weight, stride, padding)
+    images, height, width = windows.shape[1], *windows.shape[3:5]
+    patches = windows.permute(0, 2, 5, 6, 1, 3, 4).reshape(
+        workers, -1, images * height * width
+    )  # workers, places of the kernel, places of all images
+    out = torch.bmm(weight.flatten(2), patches)
+    out = out.view(workers, outputs, images, height, width).transpose(1, 2)
+    return out.contiguous(), patches
+
+
+@_convolve.register_fake
+def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> tuple[Tensor, Tensor]:
+    windows = _windows(x, weight, stride, padding)
+    workers, images, channels, height, width, *kernel = windows.shape
+    out = x.new_empty(workers, images, weight.shape[1], height, width)
+    places = channels * kernel[0] * kernel[1]
+    return out, x.new_empty(workers, places, images * height * width)
+
+
+def _windows(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
+    """A view: workers, images, channels, height, width, kernel height, kernel width."""
+    kernel_height, kernel_width = weight.shape[-2:]
+    padded = pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    return padded.unfold(3, kernel_height, stride[0]).unfold(4, kernel_width, stride[1])
+
+
+@torch.library.custom_op("palsgd::stacked_conv2d_weight_gradient", mutates_args=())
+def _weight_gradient(d_out: Tensor, patches: Tensor, shape: list[int]) -> Tensor:
+    return torch.bmm(_columns(d_out), patches.transpose(1, 2)).view(shape)
+
+
+@_weight_gradient.register_fake
+def _(d_out: Tensor, patches: Tensor, shape: list[int]) -> Tensor:
+    return d_out.new_empty(shape)
+
+
+@torch.library.custom_op("palsgd::stacked_conv2d_input_gradient", mutates_args=())
+def _input_gradient(
+    d_out: Tensor, weight: Tensor, shape: list[int], stride: list[int], padding: list[int]
+) -> Tensor:
+    """Each place of the kernel adds its part of the patches' gradients to the padded images."""
+    workers, images, channels, height, width = shape
+    kernel_height, kernel_width = weight.shape[-2:]
+    rows, columns = d_out.shape[-2:]
+    d_patches = torch.bmm(weight.flatten(2).transpose(1, 2), _columns(d_out))
+    d_patches = d_patches.view(
+        workers, channels, kernel_height, kernel_width, images, rows, columns
+    )
+    padded = d_out.new_zeros(
+        workers, channels, images, height + 2 * padding[0], width + 2 * padding[1]
+    )
+    for i in range(kernel_height):
+        for j in range(kernel_width):
+            down = slice(i, i + stride[0] * (rows - 1) + 1, stride[0])
+            right = slice(j, j + stride[1] * (columns - 1) + 1, stride[1])
+            padded[..., down, right] += d_patches[:, :, i, j]
+    inner = padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
+    return inner.transpose(1, 2).contiguous()
+
+
+@_input_gradient.register_fake
+def _(
+    d_out: Tensor, weight: Tensor, shape: list[int], stride: list[int], padding: list[int]
+) -> Tensor:
+    return d_out.new_empty(shape)
+
+
+def _columns(d_out: Tensor) -> Tensor:
+    """Gradients of the results as the patches have them: workers, outputs, places of all images."""
+    return d_out.transpose(1, 2).flatten(2)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, ctx.stride, ctx.padding = inputs
+    ctx.shape = list(x.shape)
+    ctx.save_for_backward(weight, output[1])
+
+
+def _backward(ctx: Any, d_out: Tensor, d_patches: Any) -> tuple[Tensor | None, ...]:
+    weight, patches = ctx.saved_tensors
+    d_x = None
+    if ctx.needs_input_grad[0]:  # images of a batch need none
+        d_x = _input_gradient(d_out, weight, ctx.shape, ctx.stride, ctx.padding)
+    return d_x, _weight_gradient(d_out, patches, list(weight.shape)), None, None
+
+
+_convolve.register_autograd(_backward, setup_context=_keep)
+
+
+@_convolve.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+    """The workers of vmap join the first axis of one call. Workers that share their weights are
+    images of one worker."""
+    x, weight, stride, padding = inputs
+    many = info.batch_size
+    x = x.expand(many, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    if in_dims[1] is None:
+        out, patches = _convolve(x.transpose(0, 1).flatten(1, 2), weight, stride, padding)
+        places = patches.unflatten(2, (many, -1))
+        return (out.unflatten(1, (many, -1)), places), (1, 2)
+    weight = weight.movedim(in_dims[1], 0)
+    found = _convolve(x.flatten(0, 1), weight.flatten(0, 1), stride, padding)
+    return tuple(each.unflatten(0, (many, -1)) for each in found), (0, 0)

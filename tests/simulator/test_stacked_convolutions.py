@@ -1,0 +1,80 @@
+"""Convolutions from patches beside torch's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
+
+SETTINGS = [
+    dict(kernel_size=5, padding=2),
+    dict(kernel_size=3, stride=2, padding=1),
+    dict(kernel_size=(3, 2), stride=(2, 1), padding=(0, 1), bias=False),
+    dict(kernel_size=1),
+]
+
+
+def gradients(net, weights, images, *, stacked, shared=False):
+    def loss(own, x):
+        return functional_call(net, own, (x,)).square().sum()
+
+    leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
+    if shared:
+        found = vmap(lambda x: loss(leaves, x))(images) if stacked else [
+            loss(leaves, x) for x in images
+        ]  # fmt: skip
+    elif stacked:
+        found = vmap(loss)(leaves, images)
+    else:
+        found = [loss({n: x[k] for n, x in leaves.items()}, images[k]) for k in range(len(images))]
+    found = torch.stack(list(found))
+    return found.detach(), torch.autograd.grad(found.sum(), list(leaves.values()))
+
+
+def network(settings):
+    return nn.Sequential(nn.Conv2d(3, 4, **settings), nn.ReLU(), nn.Conv2d(4, 2, **settings))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_stacked_convolutions_from_patches_equal_those_of_one_worker_after_another(
+    settings, shared
+):
+    torch.manual_seed(0)
+    net = network(settings).double()
+    images = torch.randn(3, 2, 3, 11, 9, dtype=torch.float64)
+    lead = () if shared else (3,)
+    weights = {n: torch.randn(*lead, *p.shape).double() for n, p in net.named_parameters()}
+    want = gradients(net, weights, images, stacked=False, shared=shared)
+    unfold_convolutions(net, True)
+    found = gradients(net, weights, images, stacked=True, shared=shared)
+    torch.testing.assert_close(found, want)
+
+
+def test_convolutions_that_are_put_back_are_torchs_own():
+    net = network(SETTINGS[0])
+    unfold_convolutions(net, True)
+    unfold_convolutions(net, False)
+    assert all("forward" not in vars(each) for each in net.modules())
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        dict(groups=2), dict(dilation=2), dict(padding_mode="circular", padding=1),
+        dict(padding="same"),
+    ],
+)  # fmt: skip
+def test_convolutions_of_another_kind_are_left_alone(odd):
+    assert not list(convolutions(nn.Conv2d(4, 4, 3, **odd)))
+
+
+def test_under_autocast_patches_are_multiplied_in_low_precision():
+    net, x = network(SETTINGS[0]), torch.randn(2, 3, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = net(x)
+        unfold_convolutions(net, True)
+        found = net(x)
+    assert found.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(found, want, rtol=0.03, atol=0.03)
