@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from palsgd.lab.run_folder import Line, Run
+from palsgd.lab.timing.pace import Pace
 
 # What a curve can be drawn against, by the key of metrics.jsonl.
 AXES = {
@@ -56,9 +57,11 @@ QUANTITIES: dict[str, Callable[[Line], Spread | None]] = {
 }
 
 
-def average(runs: list[Run], quantity: str, *, points: int) -> Curve | None:
+def average(
+    runs: list[Run], quantity: str, *, points: int, pace: Pace | None = None
+) -> Curve | None:
     """The mean over the runs at the steps that all runs recorded, so that every point is a mean
-    over the same runs."""
+    over the same runs. Seconds are those of the pace; without one there are none."""
     recorded = [known for run in runs if (known := _recorded(run, QUANTITIES[quantity]))]
     if not recorded:
         return None
@@ -70,8 +73,10 @@ def average(runs: list[Run], quantity: str, *, points: int) -> Curve | None:
     x = {
         key: np.array([[known[step][0][key] for step in steps] for known in recorded]).mean(axis=0)
         for key in AXES
-        if all(known[step][0][key] is not None for step in steps for known in recorded)
+        if key != "time_s"
     }
+    if pace is not None:
+        x["time_s"] = np.array([pace.seconds(step) for step in steps])
     return Curve(x, values[..., 0].mean(0), values[..., 1].min(0), values[..., 2].max(0))
 
 

@@ -67,8 +67,8 @@ class Section:
         self.labels = [each.label for each in self.groups]
         self.comparison = Comparison(self.groups, link)
         words = dict(zip(AXES, ("steps", "gradients", "time", "bytes"), strict=True))
-        if any(line["time_s"] is None for run in self.runs for line in run.lines):
-            del words["time_s"]  # simulated runs have no seconds
+        if not all(self.comparison.paces.values()):
+            del words["time_s"]  # nobody knows their seconds
         self.switches = {"axis": words}
         self.curves = [self._panel(key) for key in ("loss", "metric", "train_loss")]
         self.rounds = [self._panel(key) for key in ("distance", "agreement")]
@@ -168,7 +168,7 @@ class Section:
     def _series(self, quantity: str) -> Iterable[Series]:
         points = max(60, min(_POINTS, 6 * _POINTS // len(self.groups)))
         for number, each in enumerate(self.groups):
-            curve = average(each.runs, quantity, points=points)
+            curve = average(each.runs, quantity, points=points, pace=self.comparison.paces[each])
             if curve is not None:
                 yield Series(number, each.label, self.line_styles[number], curve)
 
