@@ -12,7 +12,7 @@ import yaml
 
 from palsgd import progress
 from palsgd.lab import cli, provenance, workloads
-from palsgd.lab.cli import compare_command, running, sweep_command, train_command
+from palsgd.lab.cli import compare_command, sweep_command, train_command
 from support.commands import apart, environment, lines, palsgd, records, summary
 
 SMALL = ("--workers", 2, "--steps", 12, "--sync-every", 4, "warmup_steps=2", "--simulate")
