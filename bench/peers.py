@@ -1,6 +1,6 @@
 """palsgd beside what a user would pick instead: seconds to DDP's loss, over the same links.
 
-    sudo python bench/peers.py --out bench/results/peers-2cores.json    # about 20 minutes, 2 cores
+    sudo python bench/peers.py --out bench/results/peers-2cores.json    # about 22 minutes, 2 cores
     python bench/peers.py --tiny                                        # seconds, to see it work
     sudo python bench/peers.py --phases pace --contenders ddp,torchft,diloco --out FILE
 
@@ -12,7 +12,7 @@ length. Phases (--phases, in this order; what they find is merged into --out):
     quality  loss over steps for --seeds seeds and three lengths each, in palsgd's simulator: no
              loss depends on a link                                                     12 minutes
     pace     seconds and bytes per step in processes over each link (--rates), in blocks of a round
-             that take turns, so that a slow minute hits all alike                       5 minutes
+             that take turns, so that a slow minute hits all alike                       7 minutes
 
 Time to target is steps to target, at a training's best length, times seconds per step. Seeds are
 paired and blocks too; intervals come from drawing both again with replacement. torchft and
@@ -191,7 +191,7 @@ def arguments() -> argparse.Namespace:
     for name, default in lists.items():
         parser.add_argument(f"--{name}", help=f"default: {','.join(default)}")
     parser.add_argument("--seeds", type=int, help="default: 5")
-    parser.add_argument("--blocks", type=int, help="timed, after one untimed; default: 8")
+    parser.add_argument("--blocks", type=int, help="timed, after one untimed; default: 6")
     parser.add_argument("--size", choices=SIZES, help="default: small")
     parser.add_argument("--device", default="cpu", help="where trainings run: cpu or cuda")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="for trainings")
@@ -206,7 +206,7 @@ def arguments() -> argparse.Namespace:
         unknown = [each for each in getattr(args, name) if each not in known]
         if unknown:
             parser.error(f"--{name}: {unknown[0]!r} is unknown; use some of {','.join(known)}")
-    args.seeds, args.blocks = args.seeds or (2 if args.tiny else 5), args.blocks or 8
+    args.seeds, args.blocks = args.seeds or (2 if args.tiny else 5), args.blocks or 6
     args.size = args.size or ("tiny" if args.tiny else "small")
     if args.tiny:
         args.blocks = 2

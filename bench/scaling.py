@@ -93,7 +93,9 @@ def fitted(seconds: dict[int, float]) -> dict:
     costs, *_ = np.linalg.lstsq(table, measured, rcond=None)
     if costs[1] < 0:  # hops too short to be seen
         costs = np.array([table[:, 0] @ measured / (table[:, 0] @ table[:, 0]), 0.0])
-    model = {k: float(np.dot(terms(k), costs)) for k in (2, 4, 8, 16, 64, 256, 1024)}
+    model = {
+        k: float(np.dot(terms(k), costs)) for k in sorted({*seconds, 2, 4, 8, 16, 64, 256, 1024})
+    }
     return {
         "model_s": float(costs[0]),
         "hop_s": float(costs[1]),

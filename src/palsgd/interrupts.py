@@ -21,6 +21,11 @@ def install() -> None:
     signal.signal(signal.SIGINT, _stop)
 
 
+def handled_here() -> bool:
+    """Is Ctrl-C left to this module, or to Python? A program may handle it itself."""
+    return signal.getsignal(signal.SIGINT) in (_stop, signal.default_int_handler)
+
+
 @contextmanager
 def awaited() -> Iterator[None]:
     """Inside, Ctrl-C raises KeyboardInterrupt, which the caller catches; a second one ends the

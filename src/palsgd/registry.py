@@ -33,7 +33,7 @@ class Row:
     fixed_outer: bool = False  # is the outer step part of the method, so that outer= is refused?
     default: bool = False  # is it compared if no methods are named?
     # Settings of the instance that a reference names; those that are given replace them.
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def settings(self) -> list[str]:
         """The names of the method's own settings."""

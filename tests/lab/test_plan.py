@@ -582,7 +582,7 @@ def on_cluster(tmp_path_factory):
 
 def test_a_comparison_tells_its_time_as_on_the_cluster(on_cluster):
     said, folder = on_cluster
-    assert "projected on the cluster" in " ".join(said.out.split())
+    assert "seconds projected (on " in " ".join(said.out.split())
     config = yaml.safe_load((folder / "ddp" / "config.yaml").read_text())
     assert config["cluster"] == "rate=10mbit,latency=20ms,step=5ms,overlap=0"
     place = Cluster(workers=4, rate="10mbit", latency="20ms", step="5ms", overlap=0)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def real(tmp_path, link=None, **settings):
     for method in ("ddp", "diloco"):
         common = {"workers": 4, "steps": 320, "sync_every": 32, **settings}
         runs.write_run(tmp_path / method, method=method, **common)
-    programs = timed("ddp", None, [0.3, 0.4, 0.5]), timed("diloco", [0.02, 0.03, 0.04], None)
+    ddp = replace(timed("ddp", None, [0.3, 0.4, 0.5]), mixing_s=0.0)
+    programs = ddp, timed("diloco", [0.02, 0.03, 0.04], None)
     session = Session(link=link, backend="gloo", machine="a machine", repetitions=3,
                       programs=programs)  # fmt: skip
     record.add(tmp_path, session)
@@ -169,6 +171,14 @@ def test_without_blocks_the_clocks_of_the_runs_count_each_run_a_repetition(tmp_p
     assert found.seconds(100) == pytest.approx(100 * 0.3)
     assert found.repetitions == 2
     assert "one after another" in found.source
+
+
+def test_the_first_line_of_a_run_is_not_its_start(tmp_path):
+    lines = [runs.line(step, metric=0.5, time_s=step * 0.2) for step in (100, 200, 300)]
+    settings = runs.Settings(workload="digits", method="diloco", steps=300, warmup_steps=0)
+    runs.write_files(tmp_path / "diloco", runs.config(settings), lines)
+    (found,) = paces(groups_in(tmp_path)).values()
+    assert found.seconds(300) == pytest.approx(60)
 
 
 def test_a_measured_step_is_projected_on_any_link_with_an_interval(tmp_path):
@@ -211,6 +221,8 @@ def test_simulated_runs_may_be_projected_with_the_step_that_real_ones_measured(t
     found = by_method(paces(groups_in(tmp_path), LINK))
     assert {pace.kind for pace in found.values()} == {"projected"}
     assert found["palsgd"].repetitions == 3
+    # a tenth of its steps mix, and a mixing step was measured by some method
+    assert found["palsgd"].parts(0, 320)["mixing"] == pytest.approx(32 * 0.001)
 
 
 def test_shares_are_the_seconds_of_a_thousand_steps_by_what_they_are_spent_on(tmp_path):

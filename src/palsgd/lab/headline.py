@@ -1,5 +1,6 @@
 """Gain and loss of the mixing method over a link, in one sentence from the figures."""
 
+import math
 from statistics import fmean
 
 import numpy as np
@@ -60,7 +61,10 @@ def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) 
 
 
 def _sooner(faster: Interval) -> str:
-    bounds = f" [{faster.low:.2g}, {faster.high:.2g}]" if faster.known else ""
+    bounds = ""
+    if faster.n > 1 and math.isfinite(faster.low):  # some draws of the seeds may never arrive
+        high = f"{faster.high:.2g}" if math.isfinite(faster.high) else "no bound"
+        bounds = f" [{faster.low:.2g}, {high}]"
     if faster.value >= 1:
         return f"{faster.value:.2g} x{bounds} faster"
     return f"{1 / faster.value:.2g} x slower (speed-up {faster.value:.2g}{bounds})"

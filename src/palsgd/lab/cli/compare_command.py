@@ -85,8 +85,8 @@ def compare(
         runs_of(settings, names), recipe=recipe, seeds=seeds, controls=controls, tuned=tuned,
         given=given | assignments(changes or []).keys(),
     )  # fmt: skip
-    for remark in remarks:
-        typer.echo(remark, err=True)
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
          download=download, device=device, force=force, resume=resume, quiet=quiet,
          link=link)  # fmt: skip
+    for remark in remarks:  # last: bad input gets one line
+        typer.echo(remark, err=True)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from palsgd.lab.links.signals import interrupted_once
+
 NAMESPACES = Path("/run/netns")
 _NAME = re.compile(r"palsgd-(\d+)-(\d+)-(hub|w\d+)")
 
@@ -74,11 +76,12 @@ def has_netem() -> bool:
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
     (name,) = new_names(["w0"])
-    ip(f"netns add {name}")
-    try:
-        yield name
-    finally:
-        remove(name)
+    with interrupted_once():
+        try:
+            ip(f"netns add {name}")
+            yield name
+        finally:
+            remove(name)
 
 
 def new_names(parts: list[str]) -> list[str]:

@@ -4,19 +4,16 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import TracebackType
 
 from palsgd.lab.links import delay_line, kernel
 from palsgd.lab.links.kernel import ip, tc
 from palsgd.lab.links.link import Link
 from palsgd.lab.links.processes import Finished, environment, run_together, tied
+from palsgd.lab.links.signals import interrupted_once, signals_raise, signals_wait
 
 MOST_WORKERS = 200
 UNLIMITED = Link()
@@ -64,7 +61,8 @@ class Network:
         )
         self._port = kernel.port_of(self._hub)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_signals_raise())
+            undo.enter_context(interrupted_once())
+            undo.enter_context(signals_raise())
             undo.callback(self._tear_down)
             self._lines: list[subprocess.Popen[bytes]] = []
             self._build()
@@ -198,7 +196,7 @@ class Network:
     # -- tearing down ----------------------------------------------------------------------------
 
     def _tear_down(self) -> None:
-        with _signals_wait():
+        with signals_wait():
             for line in self._lines:
                 line.kill()
                 line.wait()
@@ -224,46 +222,3 @@ def _free_subnet() -> int:
         if number not in used:
             return number
     raise RuntimeError("all 256 subnets of 198.18.0.0/16 are in use; end other networks first")
-
-
-# -- signals -----------------------------------------------------------------------------------
-
-_ENDING = (signal.SIGTERM, signal.SIGHUP) if sys.platform != "win32" else (signal.SIGTERM,)
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Signals that would end this process at once let it tidy up first; those that the program
-    handles itself are left to it."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    deadly = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    with _handled(deadly, leave):
-        yield
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """What must not be left half done is not interrupted; the signal takes effect afterwards."""
-    came: list[int] = []
-    with _handled([signal.SIGINT, *_ENDING], lambda number, frame: came.append(number)):
-        yield
-    for number in came[:1]:
-        signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def _handled(
-    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
-) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -89,8 +89,10 @@ class _Steps:
             session = record.session_of(place)
             if session is not None and (timed := session.program(place.name)):
                 ring = {"all_reduce": "gloo"} if session.backend == "gloo" else {}
-                fields = ring | {"mix": timed.mixing_s}
-                found.setdefault(_kind(run), _Step(timed.step_s, fields))
+                known = found.get(_kind(run), _Step(timed.step_s, ring | {"mix": 0.0}))
+                # methods without mixing steps have measured none
+                mix = max(known.fields["mix"], timed.mixing_s)
+                found[_kind(run)] = replace(known, fields={**known.fields, "mix": mix})
         return cls(found)
 
     def of_group(self, group: Group) -> _Step:
@@ -139,13 +141,14 @@ def _own_clocks(group: Group) -> Pace | None:
 
 
 def _clock(run: Run) -> tuple[list[int], list[float]]:
-    lines = [line for line in run.lines if line.get("time_s") is not None]
-    return [line["step"] for line in lines], [line["time_s"] for line in lines]
+    """Steps and seconds, from the first step on, which a run need not have recorded."""
+    known = [line for line in run.lines if line.get("time_s") is not None and line["step"]]
+    return [0, *(line["step"] for line in known)], [0.0, *(line["time_s"] for line in known)]
 
 
 def _step_seconds(steps: list[int], times: list[float], warmup: float) -> tuple[float, float]:
     """Of a step of the warm-up, and of one after it; 0 for a phase without steps."""
     turn, end = min(warmup, steps[-1]), steps[-1]
-    until = float(np.interp(turn, steps, times))
+    until = float(np.interp(turn, [0, *steps], [0.0, *times]))  # a run starts at zero
     local = (times[-1] - until) / (end - turn) if end > turn else 0.0
     return (until / turn if turn else 0.0), local

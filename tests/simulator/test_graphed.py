@@ -1,0 +1,50 @@
+"""Gradients that are replayed as CUDA graphs, beside those that are computed anew."""
+
+import pytest
+import torch
+from torch import nn
+
+import palsgd
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def build():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
+    )
+
+
+def dropping():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Dropout(0.5), nn.Linear(8, 5))
+
+
+def batches(worker):
+    generator = torch.Generator("cuda").manual_seed(worker)
+    while True:
+        x = torch.randn(6, 3, 8, 8, generator=generator, device="cuda")
+        yield x, torch.randint(5, (6,), generator=generator, device="cuda")
+
+
+def simulated(graphs, model=build):
+    def method(net):
+        inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        return palsgd.PALSGD(net, inner, sync_every=5, mix_prob=0.2, pull=0.5)
+
+    return palsgd.simulate(
+        workers=2, steps=30, model=model, data=batches, method=method, vectorize=False,
+        loss=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
+        device="cuda", progress=False, compile=graphs,
+    )  # fmt: skip
+
+
+def test_graphs_train_to_the_weights_of_gradients_that_are_computed_anew(caplog):
+    graphed, anew = simulated(True), simulated(False)
+    for name, x in anew.model.state_dict().items():
+        torch.testing.assert_close(graphed.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
+    assert "no CUDA graph" not in caplog.text
+
+
+def test_a_model_that_draws_random_numbers_is_not_recorded(caplog):
+    simulated(True, dropping)
+    assert "it draws random numbers" in caplog.text
