@@ -343,7 +343,7 @@ def test_a_diverged_run_is_drawn_as_far_as_it_was_finite(tmp_path):
     write(tmp_path / "bad", lines)
     page = write_report([tmp_path], tmp_path / "report.html", figures=False).read_text()
     rows = Tables(page).found[FINAL]
-    assert rows[1][2] == "nan"
+    assert rows[1][2] == "inf"
 
 
 # --- unfinished and broken runs

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import product
 
 import pytest
 
@@ -23,12 +24,14 @@ PHONE = {"width": 360, "height": 740}
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Four methods in three seeds, and a sweep: every part of the page."""
+    """Four methods in three seeds, a grid and a sweep: every part of the page."""
     folder = tmp_path_factory.mktemp("browser")
     for seed in (2022, 2023, 2024):
         runs.write_comparison(folder / "runs" / f"seed{seed}", seed=seed)
-    for interval in (16, 32):
-        runs.write_run(folder / "runs" / f"H={interval}", method="palsgd", sync_every=interval)
+    for interval, outer_lr in product((16, 32), (0.3, 0.5)):
+        chosen = {"sync_every": interval, "outer_lr": outer_lr}
+        runs.write_run(folder / "runs" / f"{interval},{outer_lr}", method="palsgd", **chosen)
+    runs.write_run(folder / "runs" / "p", method="palsgd", mix_prob=0.2)
     return write_report([folder / "runs"], folder / "report.html", figures=False)
 
 
@@ -94,11 +97,12 @@ def point_at(page, variant, x, y):
 
 def test_the_axis_switch_changes_every_curve(open_page):
     page = open_page()
-    assert shown(page, "axis") == {"step"}
+    assert shown(page, "axis") == {"time_s"}
     for word, axis in (
-        ("gradients", "gradient_steps"),
-        ("time", "time_s"),
         ("bytes", "bytes_sent"),
+        ("examples", "examples"),
+        ("gradients", "gradient_steps"),
+        ("steps", "step"),
     ):
         page.get_by_role("radio", name=word).check(force=True)
         assert shown(page, "axis") == {axis}
@@ -109,16 +113,54 @@ def test_the_axis_switch_changes_every_curve(open_page):
 
 def test_the_switch_is_worked_by_keyboard(open_page):
     page = open_page()
-    page.get_by_role("radio", name="steps").focus()
+    page.get_by_role("radio", name="bytes").focus()
     page.keyboard.press("ArrowRight")
-    assert shown(page, "axis") == {"gradient_steps"}
+    assert shown(page, "axis") == {"examples"}
 
 
-def test_without_scripts_the_curves_stand_against_steps(open_page):
+def test_without_scripts_the_curves_stand_against_time(open_page):
     page = open_page(java_script_enabled=False)
     visible = page.locator('figure[data-switch="axis"] > .variant:visible')
-    assert visible.count() == 5
-    assert all(each.get_attribute("data-value") == "step" for each in visible.all())
+    assert visible.count() == 6
+    assert all(each.get_attribute("data-value") == "time_s" for each in visible.all())
+
+
+def test_every_figure_is_read_with_arrow_keys(open_page):
+    page = open_page()
+    figures = page.locator(".variant:visible")
+    assert figures.count() > 8, "curves, maps, ablations, bars and timelines"
+    for figure in figures.all():
+        figure.focus()
+        page.keyboard.press("ArrowRight")
+        first = page.locator(".tooltip").inner_text()
+        assert first
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".tooltip").inner_text() != first
+        page.keyboard.press("Escape")
+        assert page.locator(".tooltip").is_hidden()
+
+
+def test_the_main_figure_reads_as_a_speed_up_with_its_interval_and_n(open_page):
+    page = open_page()
+    figure = page.locator('figure[data-switch="axis"] > .variant:visible').first
+    figure.focus()
+    for _ in range(20):
+        page.keyboard.press("ArrowRight")
+    text = page.locator(".tooltip").inner_text()
+    assert re.search(r"^loss 0\.\d+", text)
+    assert re.search(r"\d x\n?.*\[\d.* x, .*\].*n = 3", text, re.DOTALL)
+
+
+def test_a_cell_of_a_map_says_its_settings_and_its_loss(open_page):
+    page = open_page()
+    cells = page.locator(".variant:visible", has_text="outer lr").first
+    reading = json.loads(cells.get_attribute("data-reading"))
+    row = reading["rows"][0]
+    left, right, label, text, _ = row["cells"][0]
+    point_at(page, cells, (left + right) / 2, (row["top"] + row["bottom"]) / 2)
+    shown_text = page.locator(".tooltip").inner_text()
+    assert label in shown_text
+    assert text in shown_text
 
 
 @pytest.mark.parametrize("axis", ["step", "bytes_sent"])
@@ -128,7 +170,7 @@ def test_the_tooltip_shows_the_value_of_the_files_where_the_curve_is_drawn(open_
     page.locator(f'input[value="{axis}"]').check(force=True)
     variant = page.locator('figure[data-switch="axis"] > .variant:visible').nth(1)
     data = json.loads(page.locator("script.data").text_content())
-    line = next(each for each in data["points"]["metric"] if each["label"] == "diloco")
+    line = next(each for each in data["points"]["loss"] if each["label"] == "diloco")
     drawn = variant.locator(f'[data-line="{line["line"]}"] > path').last.get_attribute("d")
     places = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ?([\d.]+) ([\d.]+)", drawn)]
     point_at(page, variant, *places[-1])
@@ -136,28 +178,30 @@ def test_the_tooltip_shows_the_value_of_the_files_where_the_curve_is_drawn(open_
     assert "diloco" in text
     assert f"{line['mean'][-1]:.6g}" in text
     if axis == "step":
-        assert f"step {line['x']['step'][-1]:,}" in text
+        assert f"steps {line['x']['step'][-1]:,}" in text
 
 
 def test_the_tooltip_says_which_bar_of_a_timeline_it_is_on(open_page):
     page = open_page()
-    variant = page.locator('.variant[data-reading*="timeline"]').last
-    reading = json.loads(variant.get_attribute("data-reading"))
-    left, top, right, bottom = reading["box"]
-    kind, start, end = max(reading["timeline"][2], key=lambda bar: bar[2] - bar[1])
-    share = (start + end) / 2 / reading["x"]["unit"] / reading["x"]["to"]
-    third_of_four = top + (bottom - top) * 5 / 8
-    point_at(page, variant, left + share * (right - left), third_of_four)
-    text = page.locator(".tooltip").inner_text()
-    assert "worker 2" in text
-    assert kind in text
+    variant = page.locator('.variant[data-reading*="worker 2"]').last
+    row = next(
+        each
+        for each in json.loads(variant.get_attribute("data-reading"))["rows"]
+        if each["title"] == "ddp, worker 2"
+    )
+    left, right, kind, text, _ = max(row["cells"], key=lambda cell: cell[1] - cell[0])
+    point_at(page, variant, (left + right) / 2, (row["top"] + row["bottom"]) / 2)
+    shown_text = page.locator(".tooltip").inner_text()
+    assert "ddp, worker 2" in shown_text
+    assert kind in shown_text
+    assert text in shown_text
 
 
 def test_the_legend_hides_a_line_in_all_curves_and_from_the_tooltip(open_page):
     page = open_page()
     button = page.get_by_role("button", name="localsgd")
     number = button.get_attribute("data-line")
-    lines = page.locator(f'.curves .variant:visible [data-line="{number}"]')
+    lines = page.locator(f'[data-switch="axis"] > .variant:visible [data-line="{number}"]')
     assert lines.first.is_visible()
     before = lines.count()
     button.click()
@@ -180,6 +224,21 @@ def test_a_phone_needs_no_sideways_scrolling(open_page):
         "all => all.map(text => text.getBoundingClientRect().height)"
     )
     assert min(sizes) > 9, "the figures' text stays readable"
+
+
+def test_on_a_phone_every_cell_of_a_table_is_on_the_screen_with_its_name(open_page):
+    page = open_page(viewport=PHONE)
+    for summary in page.locator("summary").all():
+        summary.click()
+    cells = page.locator(".cards td")
+    assert cells.count() > 20
+    for edges in cells.evaluate_all(
+        "all => all.map(each => [each.getBoundingClientRect().left, each.getBoundingClientRect().right])"
+    ):
+        assert edges[0] >= 0
+        assert edges[1] <= PHONE["width"]
+    names = cells.evaluate_all("all => all.map(each => getComputedStyle(each, '::before').content)")
+    assert '"bytes"' in names
 
 
 def test_a_finger_on_a_phone_gets_the_tooltip_inside_the_screen(open_page):

@@ -121,7 +121,7 @@ def summary_of(settings: Settings, lines: list[dict], *, simulated: bool = False
         "target": None, "steps_to_target": None, "gradient_steps_to_target": None,
         "time_to_target_s": None, "bytes_to_target": None,
         "metric_at_equal_gradients": None, "metric_at_equal_time": None,
-        "waiting_s": 0.02 * last["time_s"], "sync_s": 0.05 * last["time_s"],
+        "waiting_s": 0.02 * (last["time_s"] or 0), "sync_s": 0.05 * (last["time_s"] or 0),
     }  # fmt: skip
 
 

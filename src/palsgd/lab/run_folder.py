@@ -236,7 +236,7 @@ def _read_lines(
     lines: list[Line] = []
     for number, text in enumerate(texts, start=1):
         try:
-            line = json.loads(text)
+            line = _loaded(text)
         except json.JSONDecodeError:
             if cut_allowed and number == len(texts):
                 return lines, True
@@ -247,6 +247,11 @@ def _read_lines(
             raise ValueError(f"{path}, line {number}: {wrong}; delete the line or run again")
         lines.append(line)
     return lines, False
+
+
+def _loaded(text: str) -> Any:
+    """The value with null for NaN and Infinity, which are no JSON, but which others write."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _metrics_problem(line: Any) -> str | None:
@@ -295,7 +300,7 @@ def _read_config(path: Path) -> Record:
 
 def _read_summary(path: Path) -> Record:
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = _loaded(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path} is not JSON ({error}); delete it to show the run as unfinished"

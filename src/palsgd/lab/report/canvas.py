@@ -174,7 +174,8 @@ def fit(axes: Axes, means: np.ndarray, bands: np.ndarray, *, log: bool) -> None:
     shown = np.clip([low, high, *outer], low - room, high + room)
     low, high = shown.min(), shown.max()
     margin = 0.06 * (high - low) or 0.1 * (1.0 if log else abs(low) or 1.0)
-    axes.set_ylim(*back(np.array([low - margin, high + margin])))
+    ends = np.array([low - margin, high + margin])
+    axes.set_ylim(*back(np.clip(ends, -690, 690) if log else ends))  # exp of more has no float
 
 
 def set_scale(axes: Axes, which: str, *, log: bool, shown: Any = formats.count) -> None:
@@ -192,7 +193,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     """Even ones over much less than a decade, some for each decade over less than three, else
     powers of ten, at most about six. Both ends are above zero, in any order."""
     low, high = min(low, high), max(low, high)
-    decades = np.log10(high / low)
+    decades = np.log10(high) - np.log10(low)
     if decades < 0.6:
         ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         return [float(tick) for tick in ticks if tick > 0]
