@@ -87,12 +87,16 @@ def scrolls_sideways(page):
 
 
 def point_at(page, variant, x, y):
-    """Moves the pointer to a place given in the figure's own coordinates."""
-    variant.scroll_into_view_if_needed()
-    frame = variant.locator("svg").bounding_box()
-    width = variant.evaluate("v => v.querySelector('svg').viewBox.baseVal.width")
-    by = frame["width"] / width
-    page.mouse.move(frame["x"] + x * by, frame["y"] + y * by)
+    """Moves the pointer to a place given in the figure's own coordinates, in the middle of the
+    screen, where no bar covers it."""
+    place = """([variant, x, y]) => {
+        const svg = variant.querySelector("svg");
+        const by = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+        const at = () => svg.getBoundingClientRect();
+        scrollBy(0, at().top + y * by - innerHeight / 2);
+        return [at().left + x * by, at().top + y * by];
+    }"""
+    page.mouse.move(*page.evaluate(place, [variant.element_handle(), x, y]))
 
 
 def test_the_axis_switch_changes_every_curve(open_page):
@@ -233,7 +237,7 @@ def test_on_a_phone_every_cell_of_a_table_is_on_the_screen_with_its_name(open_pa
     cells = page.locator(".cards td")
     assert cells.count() > 20
     for edges in cells.evaluate_all(
-        "all => all.map(each => [each.getBoundingClientRect().left, each.getBoundingClientRect().right])"
+        "all => all.map(e => e.getBoundingClientRect()).map(box => [box.left, box.right])"
     ):
         assert edges[0] >= 0
         assert edges[1] <= PHONE["width"]

@@ -23,7 +23,7 @@ FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-se
 
 # A figure has the width of a phone, so that its text keeps its size there. A desktop shows three in
 # a row, or two of the wide ones.
-WIDTH, WIDE, HEIGHT = 3.7, 4.4, 2.65  # inches
+WIDTH, WIDE, HEIGHT = 3.7, 4.0, 2.65  # inches
 
 _STYLE: Any = {
     "font.family": "sans-serif",

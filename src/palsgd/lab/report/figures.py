@@ -196,7 +196,7 @@ def _draw_target(axes: Axes, target: float) -> None:
     axes.axvline(target, color=MUTED, ls=(0, (2, 2)), lw=0.9, zorder=2)
     axes.annotate(
         f"target {plain(target)}", (target, 0), xycoords=("data", "axes fraction"), ha="right",
-        xytext=(-3, 3), textcoords="offset points", size=6.8, color=MUTED,
+        xytext=(-3, 3), textcoords="offset points", size=7.4, color=MUTED,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def _draw_references(axes: Axes, references: list[Reference]) -> None:
         axes.annotate(
             f"{reference.label} {values}", (0, high),
             xycoords=("axes fraction", "data"), xytext=(3, 2.5), textcoords="offset points",
-            size=6.8, color=colour,
+            size=7.4, color=colour,
         )  # fmt: skip
 
 

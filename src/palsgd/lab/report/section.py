@@ -39,7 +39,7 @@ from palsgd.lab.timing.shares import STEPS, shares
 from palsgd.lab.verdicts import judged
 
 _POINTS = 300  # points of a curve; fewer if there are many curves
-_TIMELINES = 8
+_TIMELINES, _WORKERS = 6, 4  # that are shown
 _MAPS = 12
 
 
@@ -299,7 +299,7 @@ class Section:
         for each in self.groups:
             spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
             if spans is not None and len(found) < _TIMELINES:
-                found[each.label] = bars(spans)
+                found[each.label] = dict(list(bars(spans).items())[:_WORKERS])
         if not found:
             return None
         title = "What each worker did"
@@ -307,8 +307,8 @@ class Section:
         kinds = {bar[0] for workers in found.values() for each in workers.values() for bar in each}
         colours = [(kind, kind) for kind in KINDS if kind in kinds]
         caption = (
-            "The first recorded steps or rounds of one run of each setting, by the runs' own "
-            "clocks, on one axis."
+            f"The first recorded steps or rounds of one run of up to {_TIMELINES} settings, up to "
+            f"{_WORKERS} workers each, by the runs' own clocks, on one axis."
         )
         return Panel(title, "", {"": plot}, caption, colours=colours)
 
