@@ -148,7 +148,8 @@ def test_the_caption_of_a_map_is_worked_out_by_hand(tmp_path):
     write_grid(tmp_path, "diloco", GRID, outer_momentum=0.0, sync_every=10)
     (own,) = heat_maps(group(find_runs([tmp_path])))
     text = in_words(own, best=0.199)
-    assert text.startswith("2 of 6 settings end within 3% of its best, 0.2; 2 of 6 within 3%")
+    near = "2 of 6 settings end within 3% of its best, 0.2; 2 of 6 within 3% of the best of all"
+    assert text.startswith(f"Means over n = 1 seed. {near}, 0.199. ")
     # 0.41 is above twice the best; of 0.4 x 0.5 and 0.2 x 1.0, which are as hot, the worse counts
     assert text.endswith("Hottest that trains: lr 0.2, outer lr 1, loss 0.39.")
 
@@ -248,7 +249,7 @@ def test_n_and_the_kind_of_interval_are_said(tmp_path):
         write(tmp_path / f"d{seed}", falling(0.1 + seed / 100), method="diloco", seed=seed)
     page = page_of(tmp_path)
     assert "Means over n = 3 seeds; bands: 95% t interval of the mean." in page
-    assert "95% bootstrap over pairs of seeds, n = 3; grey: one half of the baseline" in page
+    assert "95% bootstrap over pairs of seeds, n = 3 seeds; grey: one half of the baseline" in page
 
 
 def test_one_seed_is_said_to_have_no_interval(tmp_path):

@@ -240,8 +240,8 @@ def _draw_references(axes: Axes, references: list[Reference]) -> None:
             axes.axhline(low, color=colour, ls=dash, lw=0.9, zorder=2)
         values = plain(low) if low == high else f"{plain(low)} to {plain(high)}"
         axes.annotate(
-            f"{reference.label} {values}", (0, high),
-            xycoords=("axes fraction", "data"), xytext=(3, 2.5), textcoords="offset points",
+            f"{reference.label} {values}", (1, high), ha="right",
+            xycoords=("axes fraction", "data"), xytext=(-2, 2.5), textcoords="offset points",
             size=7.4, color=colour,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Numbers as people read them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from palsgd.lab.judging.interval import Interval
 
@@ -38,6 +38,13 @@ def short(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else float(f"{value:.6g}")
+
+
+def seeds(counts: Iterable[int]) -> str:
+    """How many there are, where groups may have different numbers."""
+    known = sorted(set(counts))
+    span = str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+    return f"n = {span} seed{'s' if known[-1] > 1 else ''}"
 
 
 def count(value: float | None) -> str:

@@ -51,6 +51,11 @@ class HeatMap:
         return [cell.point for cell in self.cells.values()]
 
     @property
+    def seeds(self) -> list[int]:
+        """How many the cells have, as far as they are finite."""
+        return sorted({cell.loss.n for cell in self.cells.values() if cell.loss is not None})
+
+    @property
     def is_grid(self) -> bool:
         return len(self.cells) >= max(2, FULL * len(self.columns) * len(self.rows))
 
@@ -183,7 +188,8 @@ def in_words(own: HeatMap, best: float) -> str:
         return f"None of {found.points} settings ended with a finite loss."
     hottest = ", ".join(f"{named(f)} {shown(v)}" for f, v in _varied(own, found.hottest))
     return (
-        f"{found.near_own} of {found.points} settings end within {NEAR:.0%} of its best, "
+        f"Means over {formats.seeds(own.seeds)}. {found.near_own} of {found.points} settings end "
+        f"within {NEAR:.0%} of its best, "
         f"{plain(found.best)}; {found.near_all} of {found.points} within {NEAR:.0%} of the best of "
         f"all, {plain(best)}. Hottest that trains: {hottest}, loss {plain(found.hottest.loss)}."
     )

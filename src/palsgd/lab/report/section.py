@@ -15,6 +15,7 @@ from palsgd import references
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group, group, named
 from palsgd.lab.judging.robustness import FIELDS
+from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.about import facts, notes, values_of
 from palsgd.lab.report.bars import PART_COLOURS, draw_spent, draw_timelines
@@ -133,7 +134,7 @@ class Section:
                 name, marks = f"{quantity}-{axis}", self._references(quantity)
                 variants[axis] = self._plot(draw, name, title, axis, there, marks)
                 variants[axis].reading |= {"points": quantity, "axis": axis}
-        return Panel(title, "axis", variants, _caption(each.curve.n for each in series))
+        return Panel(title, "axis", variants, _caption([each.curve.n for each in series]))
 
     def _series(self, quantity: str) -> Iterable[Series]:
         number_of_points = max(60, min(_POINTS, 6 * _POINTS // len(self.groups)))
@@ -209,11 +210,12 @@ class Section:
         return plot
 
     def _bands(self) -> str:
-        if all(len(each.seeds) < 2 for each in self.groups):
+        counts = [len(each.seeds) for each in self.groups]
+        if max(counts) == 1:
             return "One seed: no bands."
         return (
-            f"Bands: 95% bootstrap over pairs of seeds, n = {_counts(self.groups)}; grey: one half "
-            "of the baseline's seeds against the other."
+            f"Bands: 95% bootstrap over pairs of seeds, {formats.seeds(counts)}; grey: one half of "
+            "the baseline's seeds against the other."
         )
 
     # --- grids and ablations
@@ -334,20 +336,11 @@ def _reference(name: str, values: list[float]) -> list[Reference]:
     return [Reference(name, min(values), max(values))] if values else []
 
 
-def _caption(counts: Iterable[int]) -> str:
+def _caption(counts: list[int]) -> str:
     """Of how many seeds the lines are, and what the bands are."""
-    known = sorted(set(counts))
-    if known == [1]:
+    if max(counts) == 1:
         return "One seed: no interval."
-    return f"Means over n = {_span(known)} seeds; bands: 95% t interval of the mean."
-
-
-def _counts(groups: list[Group]) -> str:
-    return _span(sorted({len(each.seeds) for each in groups}))
-
-
-def _span(counts: list[int]) -> str:
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Means over {formats.seeds(counts)}; bands: 95% t interval of the mean."
 
 
 def _json(value: Any) -> str:
