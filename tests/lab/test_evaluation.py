@@ -10,7 +10,8 @@ from palsgd.lab import classification, evaluation, workloads
 from palsgd.lab.evaluation import evaluation_is_due
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
-from palsgd.lab.simulated_run import SimulatedRun, simulate_runs
+from palsgd.lab.simulated_program import simulate_runs
+from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workloads.digits import Digits
 from palsgd.schedule import Schedule

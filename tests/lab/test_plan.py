@@ -531,7 +531,8 @@ def test_a_recipes_model_is_known_without_measuring(tmp_path):
     assert "8,054,656 parameters, 8 workers" in said.out
     task = json.loads((tmp_path / "p" / "plan.json").read_text())["task"]
     assert task["warmup_steps"] == 1024
-    assert task["steps"] == 15 * (2_119_719 // 2048)
+    epochs = 15 * (2_119_719 // 2048)
+    assert abs(task["steps"] - epochs) <= 32  # to the end of a round
 
 
 @pytest.mark.parametrize(

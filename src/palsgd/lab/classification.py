@@ -80,6 +80,12 @@ class InMemory(Classification):
         which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return self.training_images(which, worker, index), self.train_labels[which]
 
+    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch | None:
+        if type(self).training_images is not InMemory.training_images:
+            return None  # each worker has random numbers of its own
+        which = self._shards.joint(workers=workers, size=size, index=index)
+        return self.train_images[which], self.train_labels[which]
+
     def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
         return self.train_images[which]
 

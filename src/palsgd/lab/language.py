@@ -67,6 +67,11 @@ class TinyStories(Language):
         which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return self._train.rows(which, self.context)
 
+    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
+        which = self._shards.joint(workers=workers, size=size, index=index)
+        inputs, targets = self._train.rows(which.flatten(), self.context)
+        return inputs.unflatten(0, (workers, size)), targets.unflatten(0, (workers, size))
+
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         every = torch.arange(self._first_valid, len(self._valid), device=self.device)
         for own in parts_of(len(every), part, parts, size=64):

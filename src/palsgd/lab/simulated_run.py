@@ -1,7 +1,7 @@
 """One simulated run, which writes the same files as a run in real processes."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from palsgd.lab.factory import (
     learning_rate,
     low_precision,
 )
+from palsgd.lab.joint_batches import JointBatches
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
@@ -43,32 +44,6 @@ FREE = (
     "outer_momentum",
     "seed",
 )
-
-
-class WorkerBatches:
-    """The batches of one worker, by their index, so that a run goes on at any of them at once."""
-
-    def __init__(self, settings: Settings, workload: Workload, worker: int):
-        self._settings, self._workload, self._worker = settings, workload, worker
-        self._index = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        index, self._index = self._index, self._index + 1
-        return self._workload.batch(
-            worker=self._worker,
-            workers=self._settings.workers,
-            size=self._settings.batch_size,
-            index=index,
-        )
-
-    def state_dict(self) -> dict[str, int]:
-        return {"index": self._index}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._index = state["index"]
 
 
 class SimulatedRun:
@@ -100,7 +75,7 @@ class SimulatedRun:
         return {
             "method": self._method,
             "seed": self.settings.seed,
-            "data": lambda worker: WorkerBatches(self.settings, self.workload, worker),
+            "data": JointBatches(self.settings, self.workload),
             "evaluate": self._evaluate,
             "evaluate_every": self._evaluation_is_due,
             "pause_every": self._pause_is_due,
@@ -120,7 +95,7 @@ class SimulatedRun:
         """The loss and the metrics of the global model, of which the best so far is kept."""
         with self._autocast():
             if self._recomputes:
-                self._recompute_buffers(model)
+                self.recompute_buffers(model)
             found = evaluated(self.workload, model)
         sign, metric = 1 if self.workload.higher_is_better else -1, found["metric"]
         if not self._best or sign * metric > sign * self._best["metric"]:
@@ -135,7 +110,7 @@ class SimulatedRun:
         return self.settings.buffers == "recompute" and local and self._row.rounds
 
     @torch.no_grad()
-    def _recompute_buffers(self, model: nn.Module) -> None:
+    def recompute_buffers(self, model: nn.Module) -> None:
         """Take a model's statistics over the batches of all workers, as their processes do
         together."""
         batches = (

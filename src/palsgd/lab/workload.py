@@ -140,6 +140,12 @@ class Workload(ABC):
         which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
         return tuple(column[which] for column in self.train)
 
+    def joint_batch(self, *, workers: int, size: int, index: int) -> Any:
+        """The `index`-th batches of all workers, with the workers as a first axis of each tensor;
+        None: they are asked for one by one. A workload that writes this says the same as
+        `batch`."""
+        return None
+
     def validation(self, part: int, parts: int) -> Iterator[Any]:
         """One of `parts` equal parts of the validation set, in batches."""
         for own in parts_of(len(self.valid[0]), part, parts, size=1000):

@@ -29,7 +29,8 @@ class Gradient:
     def __call__(self, batch: Any) -> Tensor:
         loss = self.loss(self.model, batch)
         loss.backward()
-        return loss
+        # without its history, which would keep what belongs to this step alive in the next one
+        return loss.detach()
 
 
 class GraphedGradient(Gradient):
@@ -78,7 +79,7 @@ class GraphedGradient(Gradient):
             self._forget(buffers)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._result = super().__call__(static).detach()
+                self._result = super().__call__(static)
             self._graph, self._grads = graph, [p.grad for p in params]
             self._places = [p.data_ptr() for p in params]
             self._replay(self._inputs)

@@ -58,8 +58,8 @@ def simulate(
             this function returns True.
         progress: show a bar; None: on a terminal.
         compile: compile the stacked program by torch.compile, which takes half a minute and then
-            saves a tenth to a half of each step on a GPU. None compiles, on a GPU, what would take
-            longer than 100 seconds. A string is torch.compile's mode ("reduce-overhead" for CUDA
+            saves a tenth to a half of each step on a GPU. None compiles, on a GPU, where that saves
+            more than it takes. A string is torch.compile's mode ("reduce-overhead" for CUDA
             graphs). Workers that are not stacked replay their gradients as CUDA graphs if it is
             true; the loss must then do the same work in every step.
         cluster: a `palsgd.Cluster`; `time_s` in the history is then the wall-clock time at which

@@ -6,8 +6,9 @@ worker's weights multiply: K products of one kernel. Patches take as much memory
 places, times the images; whether that pays is found by trying (see stack.py).
 """
 
-from collections.abc import Iterator
-from functools import partial
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,18 +50,18 @@ def _forward(self: nn.Conv2d, x: Tensor) -> Tensor:
     return out[0] if bias is None else out[0] + bias[:, None, None]
 
 
-@torch.library.custom_op("palsgd::stacked_conv2d", mutates_args=())
+# The operators have compiled parts, so they cannot run while a CUDA graph is recorded.
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("palsgd::stacked_conv2d", mutates_args=(), tags=_UNSAFE)
 def _convolve(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
 ) -> tuple[Tensor, Tensor]:
     """x is [workers, images, channels, height, width], weight [workers, outputs, channels, kernel
     height, kernel width]. The patches, which the gradient needs, are the second result."""
     workers, outputs = weight.shape[:2]
-    windows = _windows(x, weight, stride, padding)
-    images, height, width = windows.shape[1], *windows.shape[3:5]
-    patches = windows.permute(0, 2, 5, 6, 1, 3, 4).reshape(
-        workers, -1, images * height * width
-    )  # workers, places of the kernel, places of all images
+    patches, (images, height, width) = _fused(_patches, x)(x, weight, stride, padding)
     out = torch.bmm(weight.flatten(2), patches)
     out = out.view(workers, outputs, images, height, width).transpose(1, 2)
     return out.contiguous(), patches
@@ -73,6 +74,16 @@ def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> tuple
     out = x.new_empty(workers, images, weight.shape[1], height, width)
     places = channels * kernel[0] * kernel[1]
     return out, x.new_empty(workers, places, images * height * width)
+
+
+def _patches(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
+) -> tuple[Tensor, tuple[int, int, int]]:
+    """For each worker a matrix: places of the kernel, places of all images. And images, height and
+    width of the result."""
+    windows = _windows(x, weight, stride, padding)
+    places = windows.shape[1], windows.shape[3], windows.shape[4]
+    return windows.permute(0, 2, 5, 6, 1, 3, 4).reshape(len(x), -1, math.prod(places)), places
 
 
 def _windows(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
@@ -92,11 +103,10 @@ def _(d_out: Tensor, patches: Tensor, shape: list[int]) -> Tensor:
     return d_out.new_empty(shape)
 
 
-@torch.library.custom_op("palsgd::stacked_conv2d_input_gradient", mutates_args=())
+@torch.library.custom_op("palsgd::stacked_conv2d_input_gradient", mutates_args=(), tags=_UNSAFE)
 def _input_gradient(
     d_out: Tensor, weight: Tensor, shape: list[int], stride: list[int], padding: list[int]
 ) -> Tensor:
-    """Each place of the kernel adds its part of the patches' gradients to the padded images."""
     workers, images, channels, height, width = shape
     kernel_height, kernel_width = weight.shape[-2:]
     rows, columns = d_out.shape[-2:]
@@ -104,16 +114,45 @@ def _input_gradient(
     d_patches = d_patches.view(
         workers, channels, kernel_height, kernel_width, images, rows, columns
     )
-    padded = d_out.new_zeros(
-        workers, channels, images, height + 2 * padding[0], width + 2 * padding[1]
+    if stride == [1, 1]:
+        padded = _fused(_summed, d_out)(d_patches)
+    else:
+        padded = _added(d_patches, height + 2 * padding[0], width + 2 * padding[1], stride)
+    inner = padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
+    return inner.transpose(1, 2).contiguous()
+
+
+def _summed(d_patches: Tensor) -> Tensor:
+    """The gradient of the padded images, as a sum over the places of the kernel, which one kernel
+    computes."""
+    height, width = d_patches.shape[2:4]
+    return sum(  # type: ignore[return-value]
+        pad(d_patches[:, :, i, j], (j, width - 1 - j, i, height - 1 - i))
+        for i in range(height)
+        for j in range(width)
     )
+
+
+def _added(d_patches: Tensor, height: int, width: int, stride: list[int]) -> Tensor:
+    """The same for strides. Each place of the kernel adds its part."""
+    workers, channels, kernel_height, kernel_width, images, rows, columns = d_patches.shape
+    padded = d_patches.new_zeros(workers, channels, images, height, width)
     for i in range(kernel_height):
         for j in range(kernel_width):
             down = slice(i, i + stride[0] * (rows - 1) + 1, stride[0])
             right = slice(j, j + stride[1] * (columns - 1) + 1, stride[1])
             padded[..., down, right] += d_patches[:, :, i, j]
-    inner = padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
-    return inner.transpose(1, 2).contiguous()
+    return padded
+
+
+def _fused(call: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
+    """The call as one kernel, on a GPU."""
+    return _compiled(call) if x.is_cuda else call
+
+
+@cache
+def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(call)
 
 
 @_input_gradient.register_fake

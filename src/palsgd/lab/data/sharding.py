@@ -49,6 +49,28 @@ class Shards:
 
     def batch(self, *, worker: int, workers: int, size: int, index: int) -> Tensor:
         """The examples in the `index`-th batch of a worker."""
+        epoch, place = self._place(workers, size, index)
+        if self._sharding == "reshuffled":
+            order, place = self._epoch(epoch), place * workers + worker
+        else:
+            order = self._own_order(worker, workers, epoch)
+        return order[place * size : (place + 1) * size]
+
+    def joint(self, *, workers: int, size: int, index: int) -> Tensor:
+        """The same of all workers, a row for each."""
+        if self._sharding != "reshuffled":
+            own = (
+                self.batch(worker=worker, workers=workers, size=size, index=index)
+                for worker in range(workers)
+            )
+            return torch.stack(list(own))
+        epoch, place = self._place(workers, size, index)
+        all_of_them = workers * size
+        order = self._epoch(epoch)[place * all_of_them : (place + 1) * all_of_them]
+        return order.view(workers, size)
+
+    def _place(self, workers: int, size: int, index: int) -> tuple[int, int]:
+        """The epoch of a batch, and its place in the epoch."""
         batches = self._examples // workers // size  # of each worker in an epoch
         if batches == 0:
             raise ValueError(
@@ -56,12 +78,7 @@ class Shards:
                 f"{self._examples // workers}, fewer than a batch of {size}; use a smaller batch, "
                 "fewer workers or more data"
             )
-        epoch, place = divmod(index, batches)
-        if self._sharding == "reshuffled":
-            order, place = self._epoch(epoch), place * workers + worker
-        else:
-            order = self._own_order(worker, workers, epoch)
-        return order[place * size : (place + 1) * size]
+        return divmod(index, batches)
 
     def part(self, worker: int, workers: int) -> np.ndarray:
         """The examples that are a worker's own, where parts are fixed."""

@@ -51,6 +51,7 @@ class Stories(Language):
     def load(self) -> None:
         # Drawing takes as long as a step on a GPU, and simulated runs of one seed share their text.
         self._drawn = lru_cache(maxsize=512)(self._new)
+        self._drawn_for_all = lru_cache(maxsize=64)(self._new_for_all)
         # One set for tests and one for choosing, whatever the seed. Training text has longer keys.
         key = () if self.split == "test" else (1,)
         texts = GRAMMAR.draw(500, random_stream(0, *key))
@@ -64,10 +65,22 @@ class Stories(Language):
         # Every worker has an endless text of its own, so fixed and reshuffled shards are the same.
         return self._drawn(self.seed, worker, size, index)
 
+    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
+        return self._drawn_for_all(self.seed, workers, size, index)
+
     def _new(self, *key: int) -> Batch:
         seed, worker, size, index = key
         texts = GRAMMAR.draw(size, random_stream(seed, worker, index))
         return self._rows(texts.words, texts.lengths)
+
+    def _new_for_all(self, *key: int) -> Batch:
+        seed, workers, size, index = key
+        texts = [GRAMMAR.draw(size, random_stream(seed, k, index)) for k in range(workers)]
+        words, lengths = (
+            np.concatenate([getattr(each, name) for each in texts]) for name in ("words", "lengths")
+        )
+        inputs, targets = self._rows(words, lengths)
+        return inputs.unflatten(0, (workers, size)), targets.unflatten(0, (workers, size))
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         inputs, targets = self._valid

@@ -1,0 +1,34 @@
+"""Batches of all workers that are made at once, beside those that each worker asks for."""
+
+import pytest
+import torch
+
+from palsgd.lab import workloads
+from palsgd.lab.joint_batches import KEPT, JointBatches
+from palsgd.lab.settings import Settings
+
+
+@pytest.mark.parametrize("sharding", ["reshuffled", "fixed", "dirichlet:0.3"])
+@pytest.mark.parametrize("name", ["digits", "stories"])
+def test_batches_of_all_workers_are_those_of_each(name, sharding):
+    if name == "stories" and sharding.startswith("dirichlet"):
+        pytest.skip("stories have no labels")
+    workload = workloads.load(name, sharding=sharding, seed=5)
+    for index in (0, 1, 40):  # 40 is in a later epoch of digits
+        images, labels = workload.joint_batch(workers=3, size=20, index=index)
+        for worker in range(3):
+            alone = workload.batch(worker=worker, workers=3, size=20, index=index)
+            torch.testing.assert_close((images[worker], labels[worker]), alone, rtol=0, atol=0)
+
+
+def test_workers_may_be_batches_apart_and_go_on_at_any_index():
+    workload = workloads.load("digits", seed=5)
+    settings = Settings(workload="digits", workers=2, batch_size=8, steps=10)
+    joint = JointBatches(settings, workload)
+    fast, slow = joint(0), joint(1)
+    for _ in range(KEPT + 3):
+        next(fast)
+    slow.load_state_dict({"index": 1})
+    wanted = workload.batch(worker=1, workers=2, size=8, index=1)
+    torch.testing.assert_close(next(slow), wanted, rtol=0, atol=0)
+    assert slow.state_dict() == {"index": 2}
