@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,6 @@ from palsgd.lab.judging.robustness import FIELDS
 from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.about import facts, notes, values_of
-from palsgd.lab.report.bars import PART_COLOURS, draw_spent, draw_timelines
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
 from palsgd.lab.report.figures import (
@@ -30,31 +28,17 @@ from palsgd.lab.report.figures import (
     points,
 )
 from palsgd.lab.report.heat_maps import SHADES, best_of, draw_heat_map, heat_maps, in_words
+from palsgd.lab.report.panel import Panel
 from palsgd.lab.report.speedups import QualityUnit, noise_line, speed_lines
 from palsgd.lab.report.styles import LineStyle, line_styles
 from palsgd.lab.report.tables import Table, final_table, settings_table, target_table
-from palsgd.lab.report.timelines import KINDS, Bar, bars
+from palsgd.lab.report.time_panels import spent, timelines
 from palsgd.lab.run_folder import Run
-from palsgd.lab.timing.pace import NO_LINK, PARTS
-from palsgd.lab.timing.shares import STEPS, shares
+from palsgd.lab.timing.pace import NO_LINK
 from palsgd.lab.verdicts import judged
 
 _POINTS = 300  # points of a curve; fewer if there are many curves
-_TIMELINES, _WORKERS = 6, 4  # that are shown
 _MAPS = 12
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A place for a figure, with a variant for each position of its switch."""
-
-    title: str
-    switch: str
-    variants: dict[str, Plot]
-    caption: str = ""
-    # where the section's legend does not serve: numbers of lines, or colours, with their words
-    legend: list[tuple[int, str]] = field(default_factory=list)
-    colours: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Section:
@@ -78,8 +62,8 @@ class Section:
         self.curves = list(filter(None, map(self._panel, others)))
         self.maps = list(self._maps())
         self.ablations = list(self._ablations())
-        self.spent = self._spent()
-        self.timelines = self._timelines()
+        time = spent(self.comparison, self._plot), timelines(self.groups, self._plot)
+        self.time = list(filter(None, time))
         self.facts, self.notes = facts(runs), notes(runs)
 
     def _quantities(self) -> list[str]:
@@ -274,45 +258,6 @@ class Section:
             if values:
                 value = fmean(values)
                 yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
-
-    # --- time
-
-    def _spent(self) -> Panel | None:
-        """Where the time goes. Without a figure where nobody told the parts apart."""
-        known = {
-            each: pace
-            for each, pace in self.comparison.paces.items()
-            if pace is not None and any(run.lines for run in each.runs)
-        }
-        spent = {each.label: shares(each, pace) for each, pace in known.items()}
-        told = [part for part in PARTS if any(parts[part] for parts in spent.values())]
-        if len(told) < 2:
-            return None
-        title = f"Seconds of {STEPS:,} steps"
-        plot = self._plot(draw_spent, "spent", title, spent)
-        sources = dict.fromkeys(f"{pace.kind} {pace.source}" for pace in known.values())
-        caption = f"Of a worker, {'; '.join(sources)}."
-        colours = [(PART_COLOURS[part], part) for part in told]
-        return Panel(title, "", {"": plot}, caption, colours=colours)
-
-    def _timelines(self) -> Panel | None:
-        """Of the first run of each group that recorded one."""
-        found: dict[str, dict[int, list[Bar]]] = {}
-        for each in self.groups:
-            spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
-            if spans is not None and len(found) < _TIMELINES:
-                found[each.label] = dict(list(bars(spans).items())[:_WORKERS])
-        if not found:
-            return None
-        title = "What each worker did"
-        plot = self._plot(draw_timelines, "timelines", title, found)
-        kinds = {bar[0] for workers in found.values() for each in workers.values() for bar in each}
-        colours = [(kind, kind) for kind in KINDS if kind in kinds]
-        caption = (
-            f"The first recorded steps or rounds of one run of up to {_TIMELINES} settings, up to "
-            f"{_WORKERS} workers each, by the runs' own clocks, on one axis."
-        )
-        return Panel(title, "", {"": plot}, caption, colours=colours)
 
     # --- for the template
 

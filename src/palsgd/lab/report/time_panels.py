@@ -1,0 +1,55 @@
+"""Where the time goes: by method, and by worker."""
+
+from collections.abc import Callable
+
+from palsgd.lab.comparison import Comparison
+from palsgd.lab.groups import Group
+from palsgd.lab.report.bars import PART_COLOURS, draw_spent, draw_timelines
+from palsgd.lab.report.canvas import Plot
+from palsgd.lab.report.panel import Panel
+from palsgd.lab.report.timelines import KINDS, Bar, bars
+from palsgd.lab.timing.pace import PARTS
+from palsgd.lab.timing.shares import STEPS, shares
+
+TIMELINES, WORKERS = 6, 4  # that are shown
+
+Drawing = Callable[..., Plot]  # of a function of `bars`, a name and what is drawn
+
+
+def spent(comparison: Comparison, plot: Drawing) -> Panel | None:
+    """A stacked bar for each method. None where nobody told the parts apart."""
+    known = {
+        each: pace
+        for each, pace in comparison.paces.items()
+        if pace is not None and any(run.lines for run in each.runs)
+    }
+    seconds = {each.label: shares(each, pace) for each, pace in known.items()}
+    told = [part for part in PARTS if any(parts[part] for parts in seconds.values())]
+    if len(told) < 2:
+        return None
+    title = f"Seconds of {STEPS:,} steps"
+    sources = dict.fromkeys(f"{pace.kind} {pace.source}" for pace in known.values())
+    return Panel(
+        title, "", {"": plot(draw_spent, "spent", title, seconds)},
+        f"Of a worker, {'; '.join(sources)}.",
+        colours=[(PART_COLOURS[part], part) for part in told],
+    )  # fmt: skip
+
+
+def timelines(groups: list[Group], plot: Drawing) -> Panel | None:
+    """Of the first run of each group that recorded one."""
+    found: dict[str, dict[int, list[Bar]]] = {}
+    for each in groups:
+        spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
+        if spans is not None and len(found) < TIMELINES:
+            found[each.label] = dict(list(bars(spans).items())[:WORKERS])
+    if not found:
+        return None
+    title = "What each worker did"
+    kinds = {bar[0] for workers in found.values() for each in workers.values() for bar in each}
+    return Panel(
+        title, "", {"": plot(draw_timelines, "timelines", title, found)},
+        f"The first recorded steps or rounds of one run of up to {TIMELINES} settings, up to "
+        f"{WORKERS} workers each, by the runs' own clocks, on one axis.",
+        colours=[(kind, kind) for kind in KINDS if kind in kinds],
+    )  # fmt: skip
