@@ -122,6 +122,16 @@ def test_a_simulation_is_projected_by_the_cluster_on_a_link_or_on_the_one_its_se
     assert found["palsgd"].seconds(320) == pytest.approx(saved)
 
 
+def test_a_larger_batch_takes_longer_in_proportion(tmp_path):
+    usual = simulated(tmp_path / "usual")
+    (larger,) = [g for g in simulated(tmp_path / "larger", batch_size=128) if g.method == "ddp"]
+    (ddp,) = [group for group in usual if group.method == "ddp"]
+    found = paces([*usual, larger], f"{LINK},step=50ms")
+    computing = {group: pace.parts(0, 100)["computing"] for group, pace in found.items()}
+    share = larger.runs[0].config["batch_size"] / ddp.runs[0].config["batch_size"]
+    assert computing[larger] == pytest.approx(share * computing[ddp])
+
+
 def test_a_projection_has_the_warm_ups_all_reduces(tmp_path):
     found = by_method(paces(simulated(tmp_path, warmup_steps=40), f"{LINK},step=50ms"))
     place = Cluster(workers=4, step=0.05, rate="100mbit", latency="20ms")

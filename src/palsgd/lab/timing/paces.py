@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ def paces(groups: Iterable[Group], link: str | None = None) -> dict[Group, Pace 
     With a `link` (`100mbit,20ms` or `100mbit,20ms,step=50ms`; any field of `palsgd.Cluster` by its
     name) all groups are projected on it. A gradient step lasts what the text says, else what the
     runs of the comparison measured; where neither is known, ValueError says what to add. A group
-    that was measured over an emulated link of the same text keeps what was measured.
+    that was measured over an emulated link of the same text keeps what was measured. The step that
+    a text says is one of the batch that most groups have; a larger batch takes longer in
+    proportion.
 
     Without a link, real processes have what they measured: the blocks in timing.json, else the
     clocks of the runs themselves, each run a repetition. A simulated group is projected on the
@@ -31,8 +34,8 @@ def paces(groups: Iterable[Group], link: str | None = None) -> dict[Group, Pace 
     """
     groups = list(groups)
     if link is not None:
-        steps = _Steps.of(groups)
-        return {group: _on_link(group, link, steps) for group in groups}
+        steps, usual = _Steps.of(groups), mode(_batch(group) for group in groups)
+        return {group: _on_link(group, link, steps, _batch(group) / usual) for group in groups}
     found = {group: _as_it_was(group) for group in groups}
     if any(pace is not None and pace.kind == "measured" for pace in found.values()):
         for group, pace in found.items():
@@ -40,14 +43,19 @@ def paces(groups: Iterable[Group], link: str | None = None) -> dict[Group, Pace 
     return found
 
 
-def _on_link(group: Group, link: str, steps: "_Steps") -> Pace | None:
+def _batch(group: Group) -> int:
+    return int(group.runs[0].config.get("batch_size") or 1)
+
+
+def _on_link(group: Group, link: str, steps: "_Steps", batch: float) -> Pace | None:
+    """`batch` is the group's, in shares of the usual one."""
     run = group.runs[0]
     place = _timed_at(run)
     session = record.session_of(place)
     if session is not None and session.link == link:
         return session.pace(place.name)
     measured = steps.of_group(group)
-    return projected_pace(run.config, link, step_s=measured.step_s, **measured.fields)
+    return projected_pace(run.config, link, step_s=measured.step_s, batch=batch, **measured.fields)
 
 
 def _as_it_was(group: Group) -> Pace | None:
@@ -96,9 +104,13 @@ class _Steps:
         return cls(found)
 
     def of_group(self, group: Group) -> _Step:
-        """Of its own runs, or of runs whose steps are alike."""
-        run = group.runs[0]
-        step = self._found.get(_kind(run), _Step())
+        """Of its own runs, or of runs whose steps are alike but for the size of the batch."""
+        run, (workload, size, *others) = group.runs[0], _kind(group.runs[0])
+        step = self._found.get((workload, size, *others), _Step())
+        for (named, other, *rest), known in self._found.items():
+            if step.step_s is None and (named, rest) == (workload, others) and known.step_s:
+                longer = [size / other * each for each in known.step_s]
+                step = replace(known, step_s=longer)
         return replace(step, step_s=step.step_s or _of_cluster(run))
 
 

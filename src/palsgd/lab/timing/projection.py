@@ -18,9 +18,12 @@ from palsgd.payload import MethodSize
 MOST_STEPS = 2000
 
 
-def cluster_on(link: str, *, workers: int, step_s: float | None, **unless_said: Any) -> Cluster:
+def cluster_on(
+    link: str, *, workers: int, step_s: float | None, batch: float = 1.0, **unless_said: Any
+) -> Cluster:
     """The cluster of a text such as `100mbit,20ms` or `100mbit,20ms,step=50ms`. `step_s` and the
-    other fields hold unless the text has them."""
+    other fields hold unless the text has them. The step that the text has is one of the usual
+    batch; `batch` is the present one, in shares of it."""
     said = {part.partition("=")[0].strip() for part in link.split(",") if "=" in part}
     if "step" not in said:
         if step_s is None:
@@ -30,7 +33,13 @@ def cluster_on(link: str, *, workers: int, step_s: float | None, **unless_said: 
             )
         link = f"{link},step={step_s!r}"
     further = [f",{name}={value}" for name, value in unless_said.items() if name not in said]
-    return Cluster.parse(link + "".join(further), workers=workers)
+    text = link + "".join(further)
+    cluster = Cluster.parse(text, workers=workers)
+    if "step" not in said or batch == 1:
+        return cluster
+    others = [part for part in text.split(",") if part.partition("=")[0].strip() != "step"]
+    longer = f"step={batch * cluster.step!r}"
+    return Cluster.parse(",".join([*others, longer]), workers=workers)
 
 
 def says_step(link: str) -> bool:
@@ -42,10 +51,12 @@ def projected_pace(
     link: str,
     *,
     step_s: Sequence[float] | None = None,
+    batch: float = 1.0,
     **unless_said: Any,
 ) -> Pace:
     """The pace of a run with this config.yaml on a link. `step_s` are measurements of a gradient
-    step, for a link that does not say what it takes; each becomes a repetition."""
+    step, for a link that does not say what it takes; each becomes a repetition. `batch`: as for
+    `cluster_on`."""
     settings = settings_in(config)
     if settings is None:
         raise ValueError(
@@ -57,7 +68,9 @@ def projected_pace(
     steps: Sequence[float | None] = [None] if says_step(link) or not step_s else step_s
     rows = []
     for each in steps:
-        cluster = cluster_on(link, workers=settings.workers, step_s=each, **unless_said)
+        cluster = cluster_on(
+            link, workers=settings.workers, step_s=each, batch=batch, **unless_said
+        )
         rows.append(_steps(ahead, cluster))
     phases = {
         name: np.array([row[name] for row in rows])
