@@ -1,6 +1,6 @@
 """Every script of bench/ runs with --tiny, and finds the figures for which no clock is needed."""
 
-import importlib.util
+import importlib.machinery
 import json
 import subprocess
 import sys
@@ -29,6 +29,7 @@ FIGURES = {
         "a plan, 4 workers": {"pictures": 2},
     },
     "exogym": {"digits-diloco, 2 workers: loss": [about(0.451173), about(0.451173)]},
+    "lab": {"cnn-64": {"gradient_steps": 6, "engine": "exact"}, "sweep": {"runs": 24}},
     "link": {  # steps, exchanges, bytes; a sync has the roll call beside the model's 9,610 floats
         "none": {"ddp": [4, 4, 4 * 4 * 9610], "diloco": [4, 2, about(2 * 4 * 9610, 0.01)]}
     },
@@ -48,10 +49,10 @@ FIGURES = {
         "runs": 3 * 2 * 3,  # two seeds, three lengths
         # torch's LocalSGD is palsgd's: the same weights after the same rounds
         "norms": {
-            "ddp": about(7.456),
-            "post-local": about(7.406),
-            "localsgd": about(7.406),
-            "palsgd-int4": about(7.429),
+            "ddp": about(7.444),
+            "post-local": about(7.399),
+            "localsgd": about(7.399),
+            "palsgd-int4": about(7.421),
             "bare": about(7.478),
         },
     },
@@ -121,6 +122,8 @@ def check_summary(record, last_line):
     assert last_line.startswith("untimed: ")
     assert all(name in last_line for name in record["untimed"])
     missing = record.get("not_installed", [])
-    assert not any(importlib.util.find_spec(name) for name in missing)
+    # bench/exogym.py is not the package that it measures, and a test may have put bench/ first
+    path = [place for place in sys.path if Path(place).resolve() != BENCH]
+    assert not any(importlib.machinery.PathFinder.find_spec(name, path) for name in missing)
     ending = f"; not installed: {', '.join(missing)}"
     assert last_line.endswith(ending) if missing else "not installed" not in last_line

@@ -134,7 +134,7 @@ class _Programs:
 def _alone(settings: Settings) -> Settings:
     """Gradient steps without any exchange."""
     plain = {"method": plain_local().name, "compress": None, "delay": 0, "fragments": 1}
-    return settings.changed(plain | {"sync_every": _NEVER, "warmup_steps": 0})
+    return _calm(settings).changed(plain | {"sync_every": _NEVER, "warmup_steps": 0})
 
 
 def _averages(settings: Settings) -> bool:
@@ -142,11 +142,20 @@ def _averages(settings: Settings) -> bool:
 
 
 def _averaging(settings: Settings) -> Settings:
-    return settings.changed({"method": baseline().name})
+    return _calm(settings).changed({"method": baseline().name})
 
 
 def _local(settings: Settings) -> Settings:
-    return settings.changed({"warmup_steps": 0})
+    return _calm(settings).changed({"warmup_steps": 0})
+
+
+def _calm(settings: Settings) -> Settings:
+    """With a learning rate at which nothing diverges, and steps take the same time. A mixing rate
+    is a share of the learning rate, so a pull stands in for it."""
+    changes: dict[str, Any] = {"lr": min(settings.lr, 1e-6)}
+    if settings.mix_rate is not None:
+        changes["pull"] = 0.5
+    return settings.changed(changes)
 
 
 # -- from blocks to the parts of a step ----------------------------------------------------------
