@@ -333,6 +333,10 @@ def _bounds(interval: Interval, *, inverted: bool = False) -> str:
         low, high = (1 / end if end else math.inf for end in (high, low))
     if interval.n < 2 or math.isnan(low) or math.isinf(low):
         return ""
-    # A baseline that in some draws of the seeds never arrives spends endlessly there.
-    ends = ["no bound" if end == 0 or math.isinf(end) else f"{end:.3g}" for end in (low, high)]
+    # A baseline that never arrives in some draws of the seeds spends endlessly there.
+    endless = inverted and low == 0
+    ends = (
+        "no bound" if endless else f"{low:.3g}",
+        "no bound" if math.isinf(high) else f"{high:.3g}",
+    )
     return f" [{', '.join(ends)}]"
