@@ -19,12 +19,12 @@ GRIDS = {
 }
 # At the longest interval a run has 35 rounds; below the shortest it would hardly save bytes.
 SEARCH = {
-    "lr": (5e-4, 3e-2),
+    "lr": (1e-3, 1e-1),
     "schedule": ["constant", "cosine"],
     "sync_every": [8, 16],
-    "outer_lr": (0.1, 1.0),
-    "outer_momentum": [0.3, 0.6, 0.9],
-    "mix_prob": [0.0625, 0.125],
+    "outer_lr": (0.2, 2.0),
+    "outer_momentum": [0.0, 0.3, 0.6, 0.9],
+    "mix_prob": [0.0625, 0.125, 0.1875],
     "pull": (0.05, 0.6),
 }
 
