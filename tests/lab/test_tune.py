@@ -292,7 +292,7 @@ def test_the_file_says_how_it_came_about(small):
     found = yaml.safe_load(small.path.read_text())
     assert found == small.record
     assert found["trials"] == 4
-    assert found["search"]["lr"] == "0.0005..0.03"
+    assert found["search"]["lr"] == "0.001..0.1"
     assert found["seeds"] == {"search": [12023], "confirmed": [22023, 22024]}
     assert {"commit", "dirty", "command", "palsgd"} <= set(found)
     for own in found["methods"].values():
