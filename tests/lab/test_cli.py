@@ -270,7 +270,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys, eager):
             bar.at(step)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3
-    assert re.fullmatch(r"digits palsgd: 1/10 steps, [\d.e-]+/s, \d+ s left", said[0])
+    assert re.fullmatch(r"digits palsgd: 1/10 steps, [\d.e-]+/s, \d+ (s|min) left", said[0])
 
 
 def test_progress_is_a_bar_on_a_terminal_that_is_gone_afterwards(capsys, eager, monkeypatch):
