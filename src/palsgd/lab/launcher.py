@@ -52,6 +52,7 @@ class Job:
     download: bool
     resume: bool
     quiet: bool
+    link: str | None = None  # the emulated one that its workers communicate over
 
 
 def under_torchrun() -> bool:
@@ -192,7 +193,9 @@ def _work_on(
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
     gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
-    Trainer(job.settings, workload, folder, resume=job.resume, quiet=job.quiet).train(whole)
+    Trainer(
+        job.settings, workload, folder, resume=job.resume, quiet=job.quiet, link=job.link
+    ).train(whole)
 
 
 def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:

@@ -50,9 +50,11 @@ class Trainer:
         resume: bool = False,
         quiet: bool = False,
         command: Sequence[str] | None = None,
+        link: str | None = None,
     ):
-        """`command` is what config.yaml names as the command line; by default this process's."""
-        self._command = command
+        """`command` is what config.yaml names as the command line; by default this process's.
+        `link` is the emulated one between the workers."""
+        self._command, self._link = command, link
         settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
         self._loop = WorkerLoop(settings, workload)
@@ -234,7 +236,7 @@ class Trainer:
         return run_config(
             self.settings, self.workload, self.steps, engine="processes", model=self.net,
             command=self._command,
-        )  # fmt: skip
+        ) | {"link": self._link}  # fmt: skip
 
     def _finish(self) -> None:
         lines = self.folder.lines()

@@ -30,10 +30,11 @@ def run(
     """Time the jobs over the link, each worker in a namespace of its own, and train those for which
     `within_s` is enough. Without a link the workers use loopback, and let others go first."""
     order: dict[str, Any] = {
-        "jobs": [vars(job) | _as_text(job) for job in jobs],
+        "jobs": [vars(job) | _as_text(job) | {"link": link} for job in jobs],
         "device": device,
         "link": link,
         "within_s": within_s,
+        "command": sys.argv,
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "order.json"
@@ -48,11 +49,15 @@ def run(
 
 
 def _as_text(job: Job) -> dict[str, Any]:
-    return {"settings": job.settings.as_dict(), "folder": str(job.folder.resolve())}
+    return {
+        "settings": job.settings.as_dict(),
+        "folder": str(job.folder.resolve()),
+    }
 
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
+    sys.argv = order["command"]  # the user's, which config.yaml names
     # A namespace looks like a machine of its own; in truth the workers share this one.
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     jobs = [

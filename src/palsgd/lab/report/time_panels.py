@@ -1,6 +1,7 @@
 """Where the time goes: by method, and by worker."""
 
 from collections.abc import Callable
+from statistics import mode
 
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group
@@ -37,19 +38,30 @@ def spent(comparison: Comparison, plot: Drawing) -> Panel | None:
 
 
 def timelines(groups: list[Group], plot: Drawing) -> Panel | None:
-    """Of the first run of each group that recorded one."""
-    found: dict[str, dict[int, list[Bar]]] = {}
-    for each in groups:
-        spans = next((spans for run in each.runs if (spans := run.folder.timeline())), None)
-        if spans is not None and len(found) < TIMELINES:
-            found[each.label] = dict(list(bars(spans).items())[:WORKERS])
-    if not found:
+    """Of the first run of each group that recorded one. All were trained over the same link, the
+    one over which most groups were: seconds over different links would say nothing."""
+    recorded = [
+        {
+            run.config.get("link"): spans
+            for run in reversed(each.runs)
+            if (spans := run.folder.timeline())
+        }
+        for each in groups
+    ]
+    links = [link for known in recorded for link in known]
+    if not links:
         return None
+    link = mode(links)
+    found: dict[str, dict[int, list[Bar]]] = {}
+    for each, known in zip(groups, recorded, strict=True):
+        if link in known and len(found) < TIMELINES:
+            found[each.label] = dict(list(bars(known[link]).items())[:WORKERS])
     title = "What each worker did"
     kinds = {bar[0] for workers in found.values() for each in workers.values() for bar in each}
     return Panel(
         title, "", {"": plot(draw_timelines, "timelines", title, found)},
         f"The first recorded steps or rounds of one run of up to {TIMELINES} settings, up to "
-        f"{WORKERS} workers each, by the runs' own clocks, on one axis.",
+        f"{WORKERS} workers each, by the runs' own clocks, on one axis"
+        f"{'' if link is None else f', over a link of {link}'}.",
         colours=[(kind, kind) for kind in KINDS if kind in kinds],
     )  # fmt: skip
