@@ -91,3 +91,4 @@ if __name__ == "__main__":
         # the last words on stderr are what is shown; peers' threads must not add to them
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
+    os._exit(0)  # the record is written; threads of a group may abort an interpreter that ends
