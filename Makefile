@@ -19,8 +19,10 @@ demo: setup
 demo-picture: setup
 	$(BIN)/palsgd demo --picture docs/report.png
 
+# Files of tests are shared out between two processes; JOBS=0 runs them in one.
+JOBS ?= 2
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

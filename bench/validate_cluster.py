@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import palsgd
 from palsgd.cluster import Cluster, TimeSimulation, Work
 from palsgd.cluster.gradient_counts import Planned
+from palsgd.events import Averaged, Synced
 from palsgd.lab.links import Link, Network, unavailable
 from palsgd.lab.links.processes import run_on_loopback
 
@@ -121,7 +122,8 @@ def work(names: list[str]) -> None:
         model, opt = optimizer(job)
         torch.distributed.barrier()
         arrivals: list[tuple[int, float]] = []
-        opt.after_exchange(lambda to=arrivals, opt=opt: to.append((opt.clock, now())))
+        for event in (Averaged, Synced):
+            opt.on(event, lambda event, to=arrivals: to.append((event.clock, now())))
         x = torch.ones(1, requires_grad=True)
         iterations, began = [], now()
         for batch in palsgd.until([x] * 1000, opt, steps=steps_of(job)):

@@ -66,7 +66,10 @@ def test_local_layers_look_back_one_window_only():
 def test_weights_load_across_in_both_directions():
     theirs, ours = library_model(**SMALL), GPTNeo(**SMALL)
     theirs.load_state_dict(ours.state_dict())
-    ours.load_state_dict(theirs.state_dict())
+    again = GPTNeo(**SMALL)
+    again.load_state_dict(theirs.state_dict())
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
 
 
 @pytest.mark.parametrize(

@@ -189,13 +189,14 @@ def copied_job():
     twin, opt = build(copy.deepcopy(model), **WIDE)
     twin.require_backward_grad_sync = True
     mse(twin, batches()[0]).backward()
+    own = is_own(twin, batches()[0], linear())
     with pytest.warns(UserWarning, match="kept the gradients local"):
         opt.step()
-    return is_own(twin, batches()[0], linear())
+    return own
 
 
 def test_a_copy_of_a_wrapped_model_stays_local_too(world):
-    world.run(copied_job, workers=2)
+    assert world.run(copied_job, workers=2) == [True, True]
 
 
 def static_job(hook=False):

@@ -231,7 +231,13 @@ def test_numpy_numbers_as_settings_give_a_state_that_torch_loads():
     file = io.BytesIO()
     torch.save(opt.state_dict(), file)
     file.seek(0)
-    opt.load_state_dict(torch.load(file, weights_only=True))
+    again, resumed = alone(**rules)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert resumed.clock == opt.clock
+    walked(model, opt, 5)
+    walked(again, resumed, 5)
+    np.testing.assert_array_equal(vector(again), vector(model))
 
 
 def test_a_step_in_inference_mode_is_refused_before_anything_changes():
