@@ -21,6 +21,31 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=level + 1)
 
 
+def shown(value: Any, most: int = 80) -> str:
+    """A value as errors show it: in one line, cut where it is long. A whole number of thousands of
+    digits and an object whose repr fails are shown by their type."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # of a user's own class
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def check_text(name: str, value: Any) -> str:
+    """`value` if it is text that files and other programs can hold; else a ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={shown(value)} must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        whole = False
+    else:
+        whole = "\0" not in value
+    if not whole:
+        raise ValueError(f"{name}={shown(value)} has characters that are no text; leave them out")
+    return value
+
+
 def check_int(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int, or a ValueError that says what it must be."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:

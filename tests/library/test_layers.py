@@ -12,7 +12,7 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts"),
+    ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts", "json_files"),
     ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),

@@ -1,10 +1,11 @@
 """What a command that was stopped has left in its folder. It is said after Ctrl-C, so nothing here
 imports torch, which may not be there yet."""
 
-import json
 import re
 from pathlib import Path
 
+from palsgd.checks import check_int
+from palsgd.json_files import read_json_object
 from palsgd.lab.run_folder import RunFolder
 
 
@@ -36,7 +37,8 @@ def _saved_step(folder: RunFolder) -> int | None:
     first = next(iter(folder.config().get("program", [])), folder.path.name)
     place = RunFolder(folder.path.parent / first).checkpoints
     if (place / "latest.json").exists():  # of processes, which write it last
-        return int(json.loads((place / "latest.json").read_text())["step"])
+        latest = read_json_object(place / "latest.json", fix="delete it")
+        return check_int("step", latest.get("step"))
     if not folder.config().get("simulated"):
         return None
     found = (re.fullmatch(r"step-(\d+)", path.name) for path in place.glob("step-*"))

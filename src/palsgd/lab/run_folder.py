@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from palsgd import registry
+from palsgd.json_files import json_value, read_json_object, read_text
 from palsgd.lab.atomic import PART, atomic_path, atomic_write
 from palsgd.lab.methods import is_baseline
+from palsgd.lab.yaml_files import read_yaml, yaml_text
 
 SCHEMA = 1
 Line = dict[str, Any]
@@ -28,6 +28,8 @@ _FILES = (
     "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "failed.txt", "best.pt",
 )  # fmt: skip
 _ALWAYS = ("step", "gradient_steps", "bytes_sent")
+_MOST_BYTES = 2**30  # of lines; a run of a million steps has some ten million
+_AGAIN = "delete the line or run again"
 _SOMETIMES = ("time_s", "loss", "metric", "train_loss", "agreement", "lr")
 
 
@@ -43,7 +45,9 @@ class RunFolder:
     def failure(self) -> str | None:
         """Why the run ended early, if it did so by itself."""
         path = self.path / "failed.txt"
-        return path.read_text().strip() if path.exists() else None
+        if not path.exists():
+            return None
+        return read_text(path, fix="delete it", errors="replace").strip()
 
     @property
     def checkpoints(self) -> Path:
@@ -52,8 +56,7 @@ class RunFolder:
     # -- writing ---------------------------------------------------------------------------------
 
     def create(self, config: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump({"schema": SCHEMA, **config}, sort_keys=False)
-        atomic_write(self.path / "config.yaml", text)
+        atomic_write(self.path / "config.yaml", yaml_text({"schema": SCHEMA, **config}))
 
     def append(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         with open(self.path / f"{name}.jsonl", "a") as file:
@@ -231,27 +234,25 @@ def _read_lines(
 ) -> tuple[list[Line], bool]:
     """The objects of a .jsonl file, none where it is missing, and whether its last line was cut
     off. Any other line that is no JSON, or has a `problem`, is refused with its number."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    # Bytes that are no UTF-8 become characters that are no text, so that their line is refused.
+    text = ""
+    if path.exists():
+        text = read_text(path, fix=_AGAIN, most=_MOST_BYTES, errors="surrogateescape")
     texts = text.rstrip().splitlines()
     lines: list[Line] = []
     for number, text in enumerate(texts, start=1):
         try:
-            line = _loaded(text)
-        except json.JSONDecodeError:
+            line = json_value(text)
+        except ValueError as error:
             if cut_allowed and number == len(texts):
                 return lines, True
             raise ValueError(
-                f"{path}, line {number}: not JSON: {text[:60]!r}; delete the line or run again"
+                f"{path}, line {number}: not JSON: {text[:60]!r} ({error}); {_AGAIN}"
             ) from None
         if wrong := problem(line):
-            raise ValueError(f"{path}, line {number}: {wrong}; delete the line or run again")
+            raise ValueError(f"{path}, line {number}: {wrong}; {_AGAIN}")
         lines.append(line)
     return lines, False
-
-
-def _loaded(text: str) -> Any:
-    """The value with null for NaN and Infinity, which are no JSON, but which others write."""
-    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _metrics_problem(line: Any) -> str | None:
@@ -282,14 +283,11 @@ def _is_number(value: Any) -> bool:
 def _read_config(path: Path) -> Record:
     if not path.exists():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole run; leave it out")
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        where = str(error).replace("\n", " ")
-        raise ValueError(f"{path} is not YAML ({where}); restore it or leave the run out") from None
+    fix = "restore it or leave the run out"
+    config = read_yaml(path, fix=fix)
     for key in ("workload", "method"):
-        if not isinstance(config, dict) or key not in config:
-            raise ValueError(f"{path} has no {key!r}; restore it or leave the run out")
+        if key not in config:
+            raise ValueError(f"{path} has no {key!r}; {fix}")
     if config.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(
             f"{path} has schema {config['schema']}, this palsgd reads {SCHEMA}; "
@@ -299,15 +297,7 @@ def _read_config(path: Path) -> Record:
 
 
 def _read_summary(path: Path) -> Record:
-    try:
-        summary = _loaded(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON ({error}); delete it to show the run as unfinished"
-        ) from None
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} is not an object; delete it to show the run as unfinished")
-    return summary
+    return read_json_object(path, fix="delete it to show the run as unfinished")
 
 
 def _usual_order(run: Run) -> tuple[Any, ...]:

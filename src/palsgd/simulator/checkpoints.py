@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from palsgd.checks import check_int, check_text
+from palsgd.json_files import read_json
+
 KEEP = 2  # so many are kept, in case that the newest one is damaged later
 _NAME = re.compile(r"step-(\d+)")
 _CONTENTS = "contents"  # the file with the sizes of the others
@@ -124,7 +127,11 @@ class ProgramList:
         """The runs and the engine of each."""
         if not self._path.exists():
             return []
-        return [(each["runs"], each["engine"]) for each in json.loads(self._path.read_text())]
+        fix = f"delete {self.folder} to start over"
+        try:
+            return [_program(each) for each in read_json(self._path, fix=fix)]
+        except (KeyError, TypeError):
+            raise ValueError(f"{self._path} is no list of programs; {fix}") from None
 
     def add(self, programs: Iterable[tuple[list[int], str]]) -> None:
         known = self.read()
@@ -138,6 +145,11 @@ class ProgramList:
     def checkpoints(self, first: int) -> Checkpoints:
         """Those of the program whose first run has this number."""
         return Checkpoints(self.folder / f"program-{first}")
+
+
+def _program(values: Any) -> tuple[list[int], str]:
+    runs = [check_int("run", run) for run in values["runs"]]
+    return runs, check_text("engine", values["engine"])
 
 
 def _write(path: Path, value: Any) -> int:

@@ -135,13 +135,9 @@ def cluster_fields(spec: str | None) -> str | None:
     """The fields of a file in one line, so that a run's config says all."""
     if spec is None or not spec.endswith((".yaml", ".yml")):
         return spec
-    import yaml
+    from palsgd.lab.yaml_files import read_yaml
 
-    if not Path(spec).is_file():
-        raise ValueError(f"there is no file {spec}; give one, or fields: 100mbit,20ms,step=50ms")
-    fields = yaml.safe_load(Path(spec).read_text())
-    if not isinstance(fields, dict):
-        raise ValueError(f"{spec} has no fields; write lines such as rate: 100mbit")
+    fields = read_yaml(spec, fix="give lines such as rate: 100mbit, or 100mbit,20ms,step=50ms")
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 

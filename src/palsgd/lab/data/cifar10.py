@@ -1,7 +1,6 @@
 """CIFAR-10 from disk, as tensors that live on the training device."""
 
 import hashlib
-import json
 import lzma
 import pickle
 from contextlib import suppress
@@ -13,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palsgd.checks import check_int
+from palsgd.json_files import read_json_object
 from palsgd.lab.data import device as on_device
 
 SPLITS = ("train", "test")
@@ -49,8 +50,7 @@ def load_split(folder: str | Path, split: str) -> Split:
             return _join([_original(place, name) for name in _batches(split)])
     if (root / "data_batch_1.webp").exists():
         return _compact(root, split)
-    labels = json.loads((root / "labels.json").read_text())
-    return Split(_sprite(root / f"{split}.webp"), torch.tensor(labels[split]["labels"]))
+    return Split(_sprite(root / f"{split}.webp"), _labels_of(root / "labels.json", split))
 
 
 def require(root: Path) -> None:
@@ -119,6 +119,23 @@ def _compact(root: Path, split: str) -> Split:
     images = torch.cat([_sprite(root / f"{name}.webp") for name in _batches(split)])
     own = labels[: len(images)] if split == "train" else labels[-len(images) :]
     return Split(images, own)
+
+
+def _labels_of(path: Path, split: str) -> Tensor:
+    fix = 'copy it again, or write {"train": {"labels": [...]}, "test": {"labels": [...]}}'
+    found = read_json_object(path, fix=fix)
+    try:
+        return _labels(found[split]["labels"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no labels of {split} ({error}); {fix}") from None
+
+
+def _labels(found: Any) -> Tensor:
+    """Whole numbers from 0 to 9 as a tensor."""
+    labels = [check_int("label", each) for each in found]
+    if max(labels, default=0) > 9:
+        raise ValueError(f"label={max(labels)} must be a whole number from 0 to 9")
+    return torch.tensor(labels)
 
 
 def _batches(split: str) -> list[str]:

@@ -1,7 +1,6 @@
 """The data sets that workloads read: where they are, where they come from, how they are checked."""
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +105,7 @@ class TinyStories(Source):
 
     def _encoded(self, place: Path, split: str) -> str:
         found = tokens.read(place, split).view(np.uint16)
-        record = json.loads((place / f"{split}.json").read_text())
+        record = tokens.read_record(place, split)
         stories = int((found == tokens.END).sum()) - 1
         whole = found[0] == found[-1] == tokens.END and found.max() <= tokens.END
         if not whole or stories != record["stories"]:

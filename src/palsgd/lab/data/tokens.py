@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palsgd.checks import check_int, check_text
+from palsgd.json_files import read_json_object
 from palsgd.lab.atomic import atomic_path, atomic_write
 from palsgd.lab.data.download import Progress, fetch
 
@@ -98,16 +100,27 @@ def download(texts: Path, tokenizer: Path, progress: Progress | None = None) -> 
 
 def read(folder: Path, split: str) -> np.ndarray:
     """The tokens of a split, as many as its record says."""
-    path = folder / f"{split}.bin"
+    path, expected = folder / f"{split}.bin", read_record(folder, split)["tokens"]
     try:
-        expected = json.loads((folder / f"{split}.json").read_text())["tokens"]
         found = np.memmap(path, dtype=np.int16, mode="c")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} or its .json is missing or corrupt ({error}); prepare it again"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or corrupt ({error}); prepare it again") from error
     if len(found) != expected:
         raise ValueError(f"{path} has {len(found)} tokens, not {expected}; prepare it again")
+    return found
+
+
+def read_record(folder: Path, split: str) -> dict[str, Any]:
+    """What was said of a split when it was encoded: its tokens, stories and sources."""
+    path, fix = folder / f"{split}.json", "prepare it again"
+    found = {"stories": 0, "sources": []} | read_json_object(path, fix=fix)
+    try:
+        check_int("tokens", found.get("tokens"), least=1)
+        check_int("stories", found["stories"])
+        for source in found["sources"]:
+            check_text("name", source["name"]), check_text("sha256", source["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of tokens ({error}); {fix}") from None
     return found
 
 

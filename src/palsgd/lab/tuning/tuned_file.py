@@ -60,12 +60,10 @@ def read_tuned(source: Path | str) -> dict[str, Any]:
 
 
 def write_tuned(path: Path, record: dict[str, Any]) -> None:
-    import yaml
-
     from palsgd.lab.atomic import atomic_write
+    from palsgd.lab.yaml_files import yaml_text
 
-    text = yaml.safe_dump({"schema": SCHEMA, **record}, sort_keys=False, width=100)
-    atomic_write(path, text)
+    atomic_write(path, yaml_text({"schema": SCHEMA, **record}, width=100))
     _read.cache_clear()
 
 
@@ -85,12 +83,9 @@ def tuned_path(source: Path | str) -> Path:
 
 @cache
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
+    from palsgd.lab.yaml_files import read_yaml
 
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); make it again") from error
+    found = read_yaml(path, fix="make it again by `palsgd tune`")
     missing = _missing(found, ("schema", "workload", "conditions", "methods"))
     if missing:
         raise ValueError(f"{path} has no {missing}, so it is no file of `palsgd tune`; give one")
