@@ -92,7 +92,8 @@ def compare(
         tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
             it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.
-        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
+        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `elastic`,
+            `keep_batch`, `quiet`.
         settings: any other settings, as `steps=600` or `lr=0.002`.
 
     Raises:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from palsgd.lab.folder_lock import locked
 from palsgd.lab.launcher import Job, affordable
 from palsgd.lab.links import Link, job_main, unavailable
 from palsgd.lab.methods import default_names, mixing
@@ -50,12 +51,12 @@ def run_demo(
     runs = demo_runs() if runs is None else runs
     Link.parse(link)  # refused before anything is written
     check_folder(out, options)
-    out.mkdir(parents=True, exist_ok=True)
-    reason = unavailable()
-    if reason is None:
-        _over_link(runs, out, link, quiet=options.quiet)
-    # all runs where there is no link, else those that are missing; and what they come to
-    run_all(runs, out, Options(device="cpu", quiet=options.quiet, resume=True))
+    with locked(out):
+        reason = unavailable()
+        if reason is None:
+            _over_link(runs, out, link, quiet=options.quiet)
+        # all runs where there is no link, else those that are missing; and what they come to
+        run_all(runs, out, Options(device="cpu", quiet=options.quiet, resume=True))
     return reason
 
 
@@ -63,7 +64,7 @@ def _over_link(runs: Mapping[str, Settings], out: Path, link: str, *, quiet: boo
     """Time all runs over the link, then train some over it and the others beside them: workers
     behind a slow link hardly compute."""
     jobs = [
-        Job(settings=settings, folder=out / name, data=None, download=False, resume=False,
+        Job(settings=settings, folder=out / name, data=None, download=False, resume=True,
             quiet=quiet)
         for name, settings in runs.items()
         if not RunFolder(out / name).finished

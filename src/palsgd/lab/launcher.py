@@ -11,8 +11,8 @@ import sys
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
+from palsgd.lab.folder_lock import locked
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
@@ -52,6 +53,7 @@ class Job:
     download: bool
     resume: bool
     quiet: bool
+    elastic: bool = False  # it may be resumed by another number of workers
     link: str | None = None  # the emulated one that its workers communicate over
 
 
@@ -193,9 +195,11 @@ def _work_on(
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
     gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
-    Trainer(
-        job.settings, workload, folder, resume=job.resume, quiet=job.quiet, link=job.link
-    ).train(whole)
+    with locked(job.folder) if dist.get_rank() == 0 else nullcontext():
+        Trainer(
+            job.settings, workload, folder, resume=job.resume, elastic=job.elastic,
+            quiet=job.quiet, link=job.link,
+        ).train(whole)  # fmt: skip
 
 
 def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:
@@ -221,6 +225,13 @@ def _place(wanted: str) -> tuple[torch.device, str]:
     return device, "nccl" if one_each else "gloo"
 
 
+def as_started(settings: Settings) -> Settings:
+    """The settings with as many workers as torchrun has started. Another number of processes than
+    workers have is left to `check_world`."""
+    workers, left = divmod(int(os.environ["WORLD_SIZE"]), settings.ranks_per_worker)
+    return settings if left or not workers else replace(settings, workers=workers)
+
+
 def check_world(settings: Settings) -> None:
     """Raise unless torchrun has started as many processes as the run has."""
     world, ranks = int(os.environ["WORLD_SIZE"]), settings.ranks_per_worker
@@ -228,6 +239,8 @@ def check_world(settings: Settings) -> None:
         return
     each = f" with --ranks-per-worker {ranks}" if ranks > 1 else ""
     remedy = f"start {settings.processes}" if world % ranks else f"use --workers {world // ranks}"
+    if not world % ranks:
+        remedy += ", or --elastic to go on with whatever number there is"
     raise ValueError(
         f"--workers {settings.workers}{each}, but torchrun started {world} processes; {remedy}"
     )

@@ -43,6 +43,11 @@ def left_to_do(folder: RunFolder, settings: Settings, how: Resuming) -> Settings
     return None if done else settings
 
 
+def was_changed(folder: RunFolder) -> bool:
+    """Has the number of its workers changed? Its newest checkpoint may still be one of before."""
+    return (folder.path / "config.yaml").exists() and bool(folder.config().get("changes"))
+
+
 def _share(before: Record, workers: int, folder: RunFolder) -> int:
     """A worker's share of the batch that all workers had together."""
     total = int(before["workers"]) * int(before["batch_size"])

@@ -109,6 +109,21 @@ Download = Annotated[bool, typer.Option("--download", help="Fetch missing data."
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 Force = Annotated[bool, typer.Option("--force", help="Start over in a folder that is in use.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run is.")]
+Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic",
+        help="With --resume: go on with --workers, or with as many as torchrun has started, though "
+        "the run had another number.",
+    ),
+]
+KeepBatch = Annotated[
+    str,
+    typer.Option(
+        help="Whose batch stays the same where the number of workers changes: that of a worker, or "
+        "the global one, which is that of all together.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
 
@@ -119,6 +134,14 @@ def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Setti
     given = {name: value for name, value in flags.items() if value is not None}
     import_method(given.get("method"), *(changes or []))
     return workloads.recipe(recipe).changed(assignments(changes or []) | given)
+
+
+def is_elastic(
+    elastic: bool, *, resume: bool, workers: int | None, changes: list[str] | None
+) -> bool:
+    """May a run that is resumed get another number of workers? Also where one was given for it."""
+    given = workers is not None or "workers" in assignments(changes or [])
+    return elastic or (resume and given)
 
 
 def import_method(method: str | None, *changes: str) -> None:

@@ -8,7 +8,9 @@ from palsgd.lab.cli.common_options import (
     Data,
     Device,
     Download,
+    Elastic,
     Force,
+    KeepBatch,
     Methods,
     MixProb,
     MixRate,
@@ -29,6 +31,7 @@ from palsgd.lab.cli.common_options import (
     Tuned,
     Workers,
     cluster_fields,
+    is_elastic,
     method_names,
     new_folder,
     settings_from,
@@ -61,6 +64,8 @@ def compare(
     device: Device = "auto",
     force: Force = False,
     resume: Resume = False,
+    elastic: Elastic = False,
+    keep_batch: KeepBatch = "worker",
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -86,7 +91,8 @@ def compare(
         given=given | assignments(changes or []).keys(),
     )  # fmt: skip
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
-         download=download, device=device, force=force, resume=resume, quiet=quiet,
-         link=link)  # fmt: skip
+         download=download, device=device, force=force, resume=resume,
+         elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
+         keep_batch=keep_batch, quiet=quiet, link=link)  # fmt: skip
     for remark in remarks:  # last: bad input gets one line
         typer.echo(remark, err=True)

@@ -5,7 +5,9 @@ from palsgd.lab.cli.common_options import (
     Data,
     Device,
     Download,
+    Elastic,
     Force,
+    KeepBatch,
     MethodName,
     MixProb,
     MixRate,
@@ -23,6 +25,7 @@ from palsgd.lab.cli.common_options import (
     SyncEvery,
     Workers,
     cluster_fields,
+    is_elastic,
     new_folder,
     settings_from,
 )
@@ -49,6 +52,8 @@ def train(
     device: Device = "auto",
     force: Force = False,
     resume: Resume = False,
+    elastic: Elastic = False,
+    keep_batch: KeepBatch = "worker",
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -66,4 +71,5 @@ def train(
     runs = runs_of(settings, (settings.method,))
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
-         quiet=quiet)  # fmt: skip
+         elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
+         keep_batch=keep_batch, quiet=quiet)  # fmt: skip

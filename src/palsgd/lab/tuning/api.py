@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from palsgd import references
 from palsgd.lab import workloads
 from palsgd.lab.api import Result
+from palsgd.lab.folder_lock import locked
 from palsgd.lab.methods import default_names, whole_names
 from palsgd.lab.run_set import Options, check_folder
 from palsgd.lab.settings import Settings
@@ -114,7 +115,8 @@ def run_tuning(
     search = Search.of(
         recipe, base, methods, trials=trials, seeds=seeds, given=given, data=options.data
     )
-    write_tuned(out, record_of(*run_search(search, runs, options)))
+    with locked(runs):
+        write_tuned(out, record_of(*run_search(search, runs, options)))
     return Tuning(out, runs, read_tuned(out))
 
 
