@@ -86,13 +86,14 @@ def test_no_command_writes_into_a_folder_that_another_one_has(holder, tmp_path, 
 
 
 def test_tuning_locks_the_folder_of_its_trials(tmp_path, monkeypatch):
-    with locked(tmp_path / "tuned-runs"):  # by a descriptor of its own, as of another process
-        monkeypatch.setattr("palsgd.lab.folder_lock._held", set())
+    monkeypatch.setattr("palsgd.lab.folder_lock._held", Forgetful())  # as if of two processes
+    with locked(tmp_path / "tuned-runs"):
         said = palsgd("tune", "digits", "--trials", 1, "--out", tmp_path / "tuned.yaml")
     assert said.code == 2
     assert f"tuned-runs is in use by process {os.getpid()} on" in said.line
 
 
+@pytest.mark.slow
 def test_a_simulation_that_runs_is_not_resumed_beside_itself(tmp_path):
     """As a user meets it: the second of two commands ends at once, the first is not disturbed."""
     out = tmp_path / "out"

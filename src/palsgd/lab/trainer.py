@@ -276,7 +276,7 @@ class Trainer:
             "gpu_rng": torch.cuda.get_rng_state(self.workload.device) if gpu else None,
             "loss": self._loss,
             "losses": self._losses,
-            "spans": self._timeline.spans(),
+            "spans": self._timeline.spans_to_save(),
             "time_s": self._seconds,
             "best": self._best,
             "lines": self._lines,
@@ -336,9 +336,10 @@ class Trainer:
             seed = random_stream(self.settings.seed, self.rank, self.opt.clock).integers(2**63)
             torch.manual_seed(int(seed))
         else:
-            torch.set_rng_state(state["rng"].cpu())
+            # clones, as torch reads beside tensors that are views of others
+            torch.set_rng_state(state["rng"].cpu().clone())
             if state["gpu_rng"] is not None and self.workload.device.type == "cuda":
-                torch.cuda.set_rng_state(state["gpu_rng"].cpu(), self.workload.device)
+                torch.cuda.set_rng_state(state["gpu_rng"].cpu().clone(), self.workload.device)
             self._loss.copy_(state["loss"])
             self._losses = state["losses"]
             self._timeline.restore(state["spans"])
