@@ -16,7 +16,7 @@ LAYERS = (
     ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
-        *("two_levels", "wrapped"),
+        *("process_groups", "two_levels", "wrapped"),
     ),
     (
         *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
@@ -36,7 +36,7 @@ LAYERS = (
         *("state_parts", "state_rank"),
     ),
     ("local_optimizer",),
-    ("checkpoint", "loop", "optimizer"),
+    ("checkpoint", "leaving", "loop", "optimizer"),
     ("cluster",),
     ("simulator",),
     ("theory",),
