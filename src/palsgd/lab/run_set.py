@@ -8,22 +8,24 @@ import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from palsgd import references
+from palsgd.checks import check_int, check_number
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
 from palsgd.lab.forecast import work_of
-from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
+from palsgd.lab.launcher import check_world, first_rank, restarted, run_jobs, under_torchrun
 from palsgd.lab.methods import method_of
+from palsgd.lab.order import Job, Order
 from palsgd.lab.programs import NOT_COMPUTED, first_of_each
 from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
+from palsgd.lab.settings import FIELDS, IN_EPOCHS, TIMEOUT_S, Settings, parsed
 from palsgd.lab.simulated_program import grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.trainer import own_files
@@ -52,6 +54,12 @@ class Options:
     quiet: bool = False
     vectorize: bool | str = "auto"
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
+    restarts: int = 0  # of all workers, if one of them fails
+    timeout_s: float = TIMEOUT_S  # of an exchange between workers
+
+    def __post_init__(self) -> None:
+        check_int("restarts", self.restarts)
+        check_number("timeout", self.timeout_s, "a number of seconds > 0", low=0.0)
 
 
 def check_folder(out: Path, options: Options) -> None:
@@ -124,6 +132,9 @@ def run_all(
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
     records of the collection also have the `swept` fields. Points of a sweep whose settings cannot
     work are skipped; the error that names them is raised at the end."""
+    if restarted():  # whatever the first start was asked to do with the folder
+        options = replace(options, resume=True, force=False)
+    _check_restarts(options)
     runs, refused = accepted(runs, skip=bool(swept))
     for settings in runs.values():
         if under_torchrun():
@@ -156,6 +167,15 @@ def run_all(
     else:
         _launch(waiting, out, options)
     return finish(runs, out, swept, refused) if first_rank() else {}
+
+
+def _check_restarts(options: Options) -> None:
+    if options.restarts and (options.simulate or under_torchrun()):
+        instead = "leave it out" if options.simulate else "use torchrun --max-restarts"
+        raise ValueError(
+            f"--restarts {options.restarts} is for worker processes that are started here; "
+            f"{instead}"
+        )
 
 
 def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
@@ -241,13 +261,14 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         for name, settings in runs.items()
     ]
     whole = Whole(runs=len(runs), work=work_of(runs.values()))
+    order = Order(jobs=jobs, device=options.device, whole=whole, timeout_s=options.timeout_s)
     if under_torchrun():  # rank 0 decides which runs are left to do
-        run_jobs(jobs, options.device, whole)
+        run_jobs(order)
         return
     jobs.sort(key=lambda job: job.settings.processes)
     for _, each in itertools.groupby(jobs, key=lambda job: job.settings.processes):
         group = list(each)
-        run_jobs(group, options.device, whole)
+        run_jobs(replace(order, jobs=group, whole=whole), restarts=options.restarts)
         whole = whole.after(len(group), work_of(job.settings for job in group))
 
 

@@ -34,8 +34,13 @@ from palsgd.lab.timeline import Timeline, joined
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar, Whole
+from palsgd.transports.json_exchange import gathered
 
 WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a line
+
+
+class LeftError(Exception):
+    """All workers were asked to leave; what they have done is saved."""
 
 
 class Trainer:
@@ -78,6 +83,7 @@ class Trainer:
         self._go_on()
         self.opt.on(Averaged, self._after_exchange)
         self.opt.on(Synced, self._after_exchange)
+        palsgd.leave_on_sigterm(self.opt)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -101,8 +107,7 @@ class Trainer:
                 bar.at(self.opt.clock)
         if self._evaluated_at < self.opt.clock:
             self._evaluate()
-        spans: list[Any] = [None] * self.world
-        dist.all_gather_object(spans, self._timeline.spans())
+        spans = gathered(self._timeline.spans())
         if self.rank == 0:
             first_ranks = spans[:: self.settings.ranks_per_worker]
             self.folder.append("timeline", joined(first_ranks))
@@ -121,8 +126,10 @@ class Trainer:
         due = self._evaluation_is_due()
         if due:
             self._evaluate()
-        if self._checkpoint_is_due(due):
+        if self._checkpoint_is_due(due) or self.opt.leaving:
             self._save()
+        if self.opt.leaving:
+            raise LeftError
 
     def _evaluation_is_due(self) -> bool:
         return evaluation_is_due(self.opt.schedule, self._every, self.opt.clock)
@@ -207,8 +214,7 @@ class Trainer:
 
     def _joined_records(self) -> list[dict[str, Any]]:
         """The lines from the records of all ranks since the last call."""
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, self._records)
+        everyone = gathered(self._records)
         self._records = []
         ranks = self.settings.ranks_per_worker
         return [_joined(parts, ranks) for parts in zip(*everyone, strict=True)]
@@ -292,9 +298,9 @@ class Trainer:
     def _latest_checkpoint(self) -> dict[str, Any] | None:
         """The checkpoint that rank 0 finds, so that all ranks resume from the same one."""
         path = self.folder.checkpoints / "latest.json"
-        found = [json.loads(path.read_text()) if self.rank == 0 and path.exists() else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+        found = json.loads(path.read_text()) if self.rank == 0 and path.exists() else None
+        latest: dict[str, Any] | None = gathered(found)[0]
+        return latest
 
     def _resume(self, latest: dict[str, Any]) -> None:
         place = self.folder.checkpoints / f"step-{latest['step']}"

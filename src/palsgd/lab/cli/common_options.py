@@ -110,6 +110,20 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there
 Force = Annotated[bool, typer.Option("--force", help="Start over in a folder that is in use.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run is.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="If a worker process fails, start all of them again from the last checkpoint, at most "
+        "so many times; under torchrun use its --max-restarts.",
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that a worker waits in one exchange for the others before it gives up."
+    ),
+]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
 
 

@@ -20,12 +20,14 @@ from palsgd.lab.cli.common_options import (
     RanksPerWorker,
     Recipe,
     Report,
+    Restarts,
     Resume,
     Seed,
     Seeds,
     Simulate,
     Steps,
     SyncEvery,
+    Timeout,
     Tuned,
     Workers,
     cluster_fields,
@@ -34,7 +36,7 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
-from palsgd.lab.settings import assignments
+from palsgd.lab.settings import TIMEOUT_S, assignments
 
 
 def compare(
@@ -61,6 +63,8 @@ def compare(
     device: Device = "auto",
     force: Force = False,
     resume: Resume = False,
+    restarts: Restarts = 0,
+    timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -87,6 +91,6 @@ def compare(
     )  # fmt: skip
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
          download=download, device=device, force=force, resume=resume, quiet=quiet,
-         link=link)  # fmt: skip
+         link=link, restarts=restarts, timeout_s=timeout)  # fmt: skip
     for remark in remarks:  # last: bad input gets one line
         typer.echo(remark, err=True)

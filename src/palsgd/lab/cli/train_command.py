@@ -16,17 +16,20 @@ from palsgd.lab.cli.common_options import (
     RanksPerWorker,
     Recipe,
     Report,
+    Restarts,
     Resume,
     Seed,
     Simulate,
     Steps,
     SyncEvery,
+    Timeout,
     Workers,
     cluster_fields,
     new_folder,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
+from palsgd.lab.settings import TIMEOUT_S
 
 
 def train(
@@ -49,6 +52,8 @@ def train(
     device: Device = "auto",
     force: Force = False,
     resume: Resume = False,
+    restarts: Restarts = 0,
+    timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -66,4 +71,4 @@ def train(
     runs = runs_of(settings, (settings.method,))
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
-         quiet=quiet)  # fmt: skip
+         quiet=quiet, restarts=restarts, timeout_s=timeout)  # fmt: skip
