@@ -402,6 +402,25 @@ class LocalOptimizer(Optimizer):
         self.train()
         self._drive(self._worker.finish())
 
+    def leave(self) -> None:
+        """Ask all workers to end training at the same point, the next sync at which every worker
+        can know of it. `leaving` is True there. Any worker may call this, at any moment, also in
+        the handler of a signal; `palsgd.leave_on_sigterm` does so."""
+        self._worker.warmup.guard.leaving = True
+
+    @property
+    def leaving(self) -> bool:
+        """Was a worker asked to leave? It becomes True on all workers at the same clock, at a sync
+        or after a step of the warm-up, and ends a loop over `palsgd.until`. Then save, and leave.
+        A worker that takes another step goes on with training."""
+        alone = self.transport.workers == 1 and self._worker.warmup.guard.leaving
+        return self._worker.leaving or alone
+
+    def hear_leavers(self) -> None:
+        """Have a `DistributedDataParallel` that averages in the warm-up, and sends no header, ask
+        every few steps whether a worker was asked to leave. All workers must call this."""
+        self._worker.hears_leavers = True
+
     @property
     def unsynced_steps(self) -> int:
         """Steps of this worker that no sync has sent."""

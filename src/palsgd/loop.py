@@ -22,7 +22,7 @@ def until(
 
     Every worker stops at the same clock, whatever its loader's length and however many of its steps
     were mixing steps, so none waits for a sync that another will not reach. If the end cuts a round
-    short, that round is synced there.
+    short, that round is synced there. It ends earlier if `opt.leaving`: a worker was asked to stop.
 
     A run may be given in stages: the next call with the same loader goes on where the last one
     stopped in it. `set_epoch` is called on the loader, its dataset and its samplers. A loader with
@@ -85,7 +85,7 @@ def _batches(
         steps = _clock_after(opt, loader, epochs)
     _check_warmup(opt, steps)
     opt.run_until(steps)
-    while opt.clock < steps:
+    while opt.clock < steps and not opt.leaving:
         batch = opt._worker.feed.next(loader, opt._worker.at)
         if batch is END:
             raise ValueError(

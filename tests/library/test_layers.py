@@ -17,7 +17,7 @@ LAYERS = (
     ("stored_tree", "tensor_files", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
-        *("two_levels", "wrapped"),
+        *("process_groups", "two_levels", "wrapped"),
     ),
     (
         *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
@@ -38,7 +38,7 @@ LAYERS = (
         *("state_parts", "state_rank"),
     ),
     ("local_optimizer",),
-    ("everyone", "loop", "optimizer"),
+    ("everyone", "leaving", "loop", "optimizer"),
     ("saved_choice",),
     ("checkpoint",),
     ("cluster",),

@@ -9,14 +9,14 @@ import random
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from palsgd import references
-from palsgd.checks import check_choice
+from palsgd.checks import check_choice, check_int, check_number
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
@@ -24,18 +24,19 @@ from palsgd.lab.folder_lock import NAME as LOCK
 from palsgd.lab.folder_lock import locked
 from palsgd.lab.forecast import work_of
 from palsgd.lab.launcher import (
-    Job,
     as_started,
     check_world,
     first_rank,
+    restarted,
     run_jobs,
     under_torchrun,
 )
 from palsgd.lab.methods import method_of
+from palsgd.lab.order import Job, Order
 from palsgd.lab.programs import first_of_each
 from palsgd.lab.resuming import Resuming, left_to_do, was_changed
 from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.settings import Settings, parsed
+from palsgd.lab.settings import TIMEOUT_S, Settings, parsed
 from palsgd.lab.simulated_program import grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.workload import Workload
@@ -65,6 +66,13 @@ class Options:
     quiet: bool = False
     vectorize: bool | str = "auto"
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
+    restarts: int = 0  # of all workers, if one of them fails
+    timeout_s: float = TIMEOUT_S  # of an exchange between workers
+
+    def __post_init__(self) -> None:
+        check_choice("keep_batch", self.keep_batch, ("worker", "global"))
+        check_int("restarts", self.restarts)
+        check_number("timeout", self.timeout_s, "a number of seconds > 0", low=0.0)
 
 
 def check_folder(out: Path, options: Options) -> None:
@@ -149,6 +157,8 @@ def run_all(
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
     records of the collection also have the `swept` fields. Points of a sweep whose settings cannot
     work are skipped; the error that names them is raised at the end."""
+    if restarted():  # whatever the first start was asked to do with the folder
+        options = replace(options, resume=True, force=False)
     if options.elastic and under_torchrun():
         runs = {name: as_started(settings) for name, settings in runs.items()}
     runs, refused = accepted(runs, skip=bool(swept))
@@ -163,7 +173,7 @@ def run_all(
 
 def _check(runs: Sequence[Settings], options: Options) -> None:
     """Refuse what cannot be run here, before anything is written."""
-    check_choice("keep_batch", options.keep_batch, ("worker", "global"))
+    _check_restarts(options)
     for settings in runs:
         if under_torchrun():
             check_world(settings)
@@ -199,6 +209,15 @@ def _run_missing(runs: Mapping[str, Settings], out: Path, options: Options) -> d
     else:
         _launch(waiting, out, options)
     return {**runs, **waiting}
+
+
+def _check_restarts(options: Options) -> None:
+    if options.restarts and (options.simulate or under_torchrun()):
+        instead = "leave it out" if options.simulate else "use torchrun --max-restarts"
+        raise ValueError(
+            f"--restarts {options.restarts} is for worker processes that are started here; "
+            f"{instead}"
+        )
 
 
 def finish(
@@ -254,13 +273,14 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         for name, settings in runs.items()
     ]
     whole = Whole(runs=len(runs), work=work_of(runs.values()))
+    order = Order(jobs=jobs, device=options.device, whole=whole, timeout_s=options.timeout_s)
     if under_torchrun():  # rank 0 decides which runs are left to do
-        run_jobs(jobs, options.device, whole)
+        run_jobs(order)
         return
     jobs.sort(key=lambda job: job.settings.processes)
     for _, each in itertools.groupby(jobs, key=lambda job: job.settings.processes):
         group = list(each)
-        run_jobs(group, options.device, whole)
+        run_jobs(replace(order, jobs=group, whole=whole), restarts=options.restarts)
         whole = whole.after(len(group), work_of(job.settings for job in group))
 
 

@@ -241,6 +241,7 @@ CHOICES = {
     "precision": ("fp32", "tf32", "bf16"),
 }
 # Strict limits, and the range in words
+TIMEOUT_S = 300.0  # of an exchange between workers, unless the command says otherwise
 _COUNT = (below(1), math.inf, "at least 1")
 _NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
 _POSITIVE = (0.0, math.inf, "a number > 0")

@@ -35,10 +35,15 @@ from palsgd.lab.worker_changes import Change, changes_in, said_of
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar, Whole
+from palsgd.transports.json_exchange import gathered
 
 log = logging.getLogger("palsgd")
 
 WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a line
+
+
+class LeftError(Exception):
+    """All workers were asked to leave; what they have done is saved."""
 
 
 class Trainer:
@@ -82,6 +87,7 @@ class Trainer:
         self._go_on()
         self.opt.on(Averaged, self._after_exchange)
         self.opt.on(Synced, self._after_exchange)
+        palsgd.leave_on_sigterm(self.opt)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -105,8 +111,7 @@ class Trainer:
                 bar.at(self.opt.clock)
         if self._evaluated_at < self.opt.clock:
             self._evaluate()
-        spans: list[Any] = [None] * self.world
-        dist.all_gather_object(spans, self._timeline.spans())
+        spans = gathered(self._timeline.spans())
         if self.rank == 0:
             first_ranks = spans[:: self.settings.ranks_per_worker]
             self.folder.write_lines(joined(first_ranks), "timeline")
@@ -125,8 +130,10 @@ class Trainer:
         due = self._evaluation_is_due()
         if due:
             self._evaluate()
-        if self._checkpoint_is_due(due):
+        if self._checkpoint_is_due(due) or self.opt.leaving:
             self._save()
+        if self.opt.leaving:
+            raise LeftError
 
     def _evaluation_is_due(self) -> bool:
         return evaluation_is_due(self.opt.schedule, self._every, self.opt.clock)
@@ -211,8 +218,7 @@ class Trainer:
 
     def _joined_records(self) -> list[dict[str, Any]]:
         """The lines from the records of all ranks since the last call."""
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, self._records)
+        everyone = gathered(self._records)
         self._records = []
         ranks = self.settings.ranks_per_worker
         return [_joined(parts, ranks) for parts in zip(*everyone, strict=True)]
@@ -287,10 +293,7 @@ class Trainer:
 
     def _gradient_steps(self) -> list[int]:
         """Those of every worker."""
-        mine = torch.tensor([self.opt.gradient_steps], device=self.workload.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(everyone, mine)
-        return [int(each) for each in everyone[:: self.settings.ranks_per_worker]]
+        return gathered(self.opt.gradient_steps)[:: self.settings.ranks_per_worker]
 
     # -- beginning and going on ------------------------------------------------------------------
 
@@ -306,9 +309,7 @@ class Trainer:
 
     def _has_checkpoint(self) -> bool:
         """Does any rank see one, damaged or not? Machines may have disks of their own."""
-        found = bool(palsgd.checkpoint.find(self.folder.checkpoints))
-        counted = torch.tensor([found], dtype=torch.float64, device=self.workload.device)
-        return bool(_summed(counted))
+        return any(gathered(bool(palsgd.checkpoint.find(self.folder.checkpoints))))
 
     def _resume(self, *, elastic: bool) -> None:
         """Go on from the newest checkpoint that is whole on all disks."""
@@ -349,9 +350,7 @@ class Trainer:
 
     def _has_best(self) -> bool:
         """Is the best model so far there? If not, the next one is the best that there is."""
-        found = self.rank != 0 or self.folder.best() is not None
-        missing = torch.tensor([not found], dtype=torch.float64, device=self.workload.device)
-        return not bool(_summed(missing))
+        return all(gathered(self.rank != 0 or self.folder.best() is not None))
 
     def _changes(self, state: dict[str, Any], workers: int) -> tuple[Change, ...]:
         """Those before the checkpoint, and the one that there is now."""

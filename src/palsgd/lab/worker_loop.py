@@ -17,6 +17,7 @@ from palsgd.lab.data.sharding import Changes
 from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
+from palsgd.process_groups import twin
 
 
 class WorkerLoop:
@@ -32,7 +33,7 @@ class WorkerLoop:
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
         self.net = workload.model().to(workload.device)
-        self._own_group: Any = dist.new_group() if own_group and self.world > 1 else None
+        self._own_group: Any = twin(None) if own_group and self.world > 1 else None
         self.model, group = self._wrapped()
         self.opt: palsgd.LocalOptimizer = build_optimizer(settings, self.steps, self.model, group)
         torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks

@@ -125,6 +125,20 @@ KeepBatch = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="If a worker process fails, start all of them again from the last checkpoint, at most "
+        "so many times; under torchrun use its --max-restarts.",
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that a worker waits in one exchange for the others before it gives up."
+    ),
+]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
 
 

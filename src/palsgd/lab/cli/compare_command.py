@@ -22,12 +22,14 @@ from palsgd.lab.cli.common_options import (
     RanksPerWorker,
     Recipe,
     Report,
+    Restarts,
     Resume,
     Seed,
     Seeds,
     Simulate,
     Steps,
     SyncEvery,
+    Timeout,
     Tuned,
     Workers,
     cluster_fields,
@@ -37,7 +39,7 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
-from palsgd.lab.settings import assignments
+from palsgd.lab.settings import TIMEOUT_S, assignments
 
 
 def compare(
@@ -66,6 +68,8 @@ def compare(
     resume: Resume = False,
     elastic: Elastic = False,
     keep_batch: KeepBatch = "worker",
+    restarts: Restarts = 0,
+    timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -93,6 +97,7 @@ def compare(
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
          download=download, device=device, force=force, resume=resume,
          elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
-         keep_batch=keep_batch, quiet=quiet, link=link)  # fmt: skip
+         keep_batch=keep_batch, quiet=quiet, link=link, restarts=restarts,
+         timeout_s=timeout)  # fmt: skip
     for remark in remarks:  # last: bad input gets one line
         typer.echo(remark, err=True)

@@ -18,11 +18,13 @@ from palsgd.lab.cli.common_options import (
     RanksPerWorker,
     Recipe,
     Report,
+    Restarts,
     Resume,
     Seed,
     Simulate,
     Steps,
     SyncEvery,
+    Timeout,
     Workers,
     cluster_fields,
     is_elastic,
@@ -30,6 +32,7 @@ from palsgd.lab.cli.common_options import (
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
+from palsgd.lab.settings import TIMEOUT_S
 
 
 def train(
@@ -54,6 +57,8 @@ def train(
     resume: Resume = False,
     elastic: Elastic = False,
     keep_batch: KeepBatch = "worker",
+    restarts: Restarts = 0,
+    timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -72,4 +77,4 @@ def train(
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
          elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
-         keep_batch=keep_batch, quiet=quiet)  # fmt: skip
+         keep_batch=keep_batch, quiet=quiet, restarts=restarts, timeout_s=timeout)  # fmt: skip
