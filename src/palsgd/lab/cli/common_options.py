@@ -153,9 +153,12 @@ def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Setti
 def is_elastic(
     elastic: bool, *, resume: bool, workers: int | None, changes: list[str] | None
 ) -> bool:
-    """May a run that is resumed get another number of workers? Also where one was given for it."""
+    """May a run that is resumed get another number of workers? Also where one is given with
+    --resume, but not under torchrun, whose command stays the same however many there are."""
+    from palsgd.lab.launcher import under_torchrun
+
     given = workers is not None or "workers" in assignments(changes or [])
-    return elastic or (resume and given)
+    return elastic or (resume and given and not under_torchrun())
 
 
 def import_method(method: str | None, *changes: str) -> None:
