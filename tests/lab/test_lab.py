@@ -73,8 +73,8 @@ COLLECTION_KEYS = SUMMARY_KEYS | {
     "best_metric_interval",
 }  # fmt: skip
 LINE_KEYS = {
-    "step", "gradient_steps", "time_s", "bytes_sent", "syncs", "train_loss", "lr", "distance",
-    "agreement",
+    "step", "gradient_steps", "time_s", "bytes_sent", "syncs", "train_loss", "lr", "workers",
+    "distance", "agreement",
 }  # fmt: skip
 MACHINE_KEYS = {
     "schema", "palsgd", "commit", "dirty", "command", "torch", "device", "simulated", "engine",
@@ -449,7 +449,10 @@ def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
     said = torchrun("train", "digits", "--workers", 3, "--out", tmp_path)
     assert said.code != 0
     (line,) = [line for line in said.err.splitlines() if line.startswith("palsgd: ")]
-    assert line == "palsgd: --workers 3, but torchrun started 2 processes; use --workers 2"
+    assert line == (
+        "palsgd: --workers 3, but torchrun started 2 processes; use --workers 2, or --elastic to go "
+        "on with whatever number there is"
+    )
     assert "ValueError" not in said.err
 
 

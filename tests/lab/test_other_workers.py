@@ -1,8 +1,6 @@
 """Runs that go on with more or fewer workers: the weights, the data and the records are right."""
 
-import os
 import shutil
-import signal
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +16,7 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.worker_changes import Change, changes_in, examples_seen
 from support import lab_runs
-from support.commands import apart, lines, members, palsgd, saved_step, started, summary, wait_for
-from support.patience import patient
+from support.commands import apart, lines, palsgd, summary
 
 LOCAL_SGD = Settings(
     workload="digits", method="localsgd", workers=2, steps=32, sync_every=4, warmup_steps=0,
@@ -204,7 +201,7 @@ def test_other_settings_are_refused_whatever_the_number_of_workers(begun):
     folder, settings = begun
     with pytest.raises(ValueError, match=r"was run with lr=0\.05, now it is 0\.1"):
         left_to_do(folder, replace(settings, workers=3, lr=0.1), resuming())
-    with pytest.raises(ValueError, match="was run with workers=2, now it is 3; .*--elastic"):
+    with pytest.raises(ValueError, match=r"was run with workers=2, now it is 3; .*--elastic"):
         left_to_do(folder, replace(settings, workers=3), resuming(elastic=False))
 
 
@@ -236,47 +233,54 @@ def test_examples_are_counted_by_those_who_were_there():
 # -- as a user meets it ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_with_more_workers_by_the_command_line(tmp_path):
-    out = tmp_path / "out"
-    words = ("train", "digits", "evaluate_every=8", "warmup_steps=0", "batch_size=8", "--steps", 600,
-             "--sync-every", 4, "--no-report", "--quiet", "--out", out)  # fmt: skip
-    with started(*words, "--workers", 2) as process:
-        wait_for(lambda: saved_step(out / "palsgd") >= 16, process=process)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=patient(30))
-        wait_for(lambda: not members(process.pid), process=None, timeout=20)
-    step = saved_step(out / "palsgd")
-    assert 0 < step < 600
-    said = apart(*words, "--workers", 3, "--resume")
-    assert said.code == 0, said.err
-    assert f"2 workers until step {step}, then 3" in said.err
-    assert summary(out / "palsgd")["workers"] == 3
-    (run,) = find_runs([out])
-    assert run.notes == (
-        f"2 workers until step {step}, then 3: the batch of a worker stays 8, that of all goes "
-        "from 16 to 24",
-    )
-    assert {line["workers"] for line in lines(out / "palsgd")} == {2, 3}
+RECIPE = workloads.recipe("digits").changed({"steps": 24, "sync_every": 4, "warmup_steps": 0,
+                                             "batch_size": 8, "evaluate_every": 8})  # fmt: skip
+WORDS = (
+    "train", "digits", "steps=24", "sync_every=4", "warmup_steps=0", "batch_size=8",
+    "evaluate_every=8", "--no-report", "--quiet", "--resume",
+)  # fmt: skip
+
+
+@pytest.fixture
+def stopped(world, tmp_path):
+    """A run of two workers that ended at step 16."""
+    trained(world, tmp_path / "out" / "palsgd", replace(RECIPE, workers=2), stop_at=16)
+    return tmp_path / "out"
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_run_goes_on_with_as_many_as_there_are(world, tmp_path):
-    settings = replace(LOCAL_SGD, workers=1)
-    trained(world, tmp_path / "out" / "localsgd", settings, stop_at=16)
-    words = (
-        "--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m",
-        "palsgd", "train", "digits", "--method", "localsgd", "--steps", 32, "--sync-every", 4,
-        "warmup_steps=0", "batch_size=8", "inner=sgd", "momentum=0", "lr=0.05", "evaluate_every=8",
-        "seed=3", "workers=1", "--no-report", "--quiet", "--out", tmp_path / "out", "--resume",
-    )  # fmt: skip
-    said = apart(*words, module="torch.distributed.run")
-    assert said.code != 0
-    assert (
-        "--workers 1, but torchrun started 2 processes; use --workers 2, or --elastic" in said.err
-    )
-    said = apart(*words, "--elastic", module="torch.distributed.run")
+def test_a_run_goes_on_with_more_workers_by_the_command_line(stopped):
+    said = apart(*WORDS, "--workers", 3, "--out", stopped)
     assert said.code == 0, said.err
-    found = RunFolder(tmp_path / "out" / "localsgd")
-    assert [change.workers for change in changes_in(found.config())] == [(1, 2)]
-    assert found.summary()["steps"] == 32
+    note = (
+        "2 workers until step 16, then 3: the batch of a worker stays 8, that of all goes from 16 "
+        "to 24"
+    )
+    assert said.err.count(note) == 1
+    assert summary(stopped)["palsgd"]["workers"] == 3
+    (run,) = find_runs([stopped])
+    assert run.notes == (note,)
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_run_goes_on_with_as_many_as_there_are(stopped):
+    torchrun = ("--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                "-m", "palsgd")  # fmt: skip
+    said = apart(*torchrun, *WORDS, "--workers", 2, "--elastic", "--keep-batch", "global",
+                 "--out", stopped, module="torch.distributed.run")  # fmt: skip
+    assert said.code == 0, said.err
+    folder = RunFolder(stopped / "palsgd")
+    (change,) = changes_in(folder.config())
+    assert (change.workers, change.batch_size) == ((2, 1), (8, 16))
+    assert folder.summary()["steps"] == 24
+
+
+def test_under_torchrun_another_number_must_be_asked_for(stopped, monkeypatch):
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    said = palsgd(*WORDS, "--workers", 2, "--out", stopped)
+    assert said.code == 2
+    assert "torchrun started 3 processes; use --workers 3, or --elastic to go on with" in said.line
+    said = palsgd(*WORDS, "--workers", 3, "--out", stopped)
+    assert said.code == 2
+    assert "was run with workers=2, now it is 3; use the old value, --elastic to go on" in said.line
