@@ -450,8 +450,8 @@ def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
     assert said.code != 0
     (line,) = [line for line in said.err.splitlines() if line.startswith("palsgd: ")]
     assert line == (
-        "palsgd: --workers 3, but torchrun started 2 processes; use --workers 2, or --elastic to go "
-        "on with whatever number there is"
+        "palsgd: --workers 3, but torchrun started 2 processes; use --workers 2, or --elastic to "
+        "go on with whatever number there is"
     )
     assert "ValueError" not in said.err
 
