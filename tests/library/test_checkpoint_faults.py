@@ -57,8 +57,6 @@ class HalfFile:
         os._exit(KILLED)
 
 
-# Where a save is killed: before the n-th call of a function that changes a disk or talks to the
-# others, or after it. A save has three exchanges of two messages.
 CALLS = {
     "message": None,
     "fsync": (os, "fsync"),
@@ -66,14 +64,26 @@ CALLS = {
     "mkdir": (os, "mkdir"),
     "rmtree": (shutil, "rmtree"),
 }
-POINTS = [
-    *(("message", n, True) for n in range(1, 7)),
-    *(("fsync", n, False) for n in range(1, 6)),
-    *(("rename", n, after) for n in (1, 2) for after in (False, True)),
+# Where a save is killed: before the n-th call of a function that changes a disk or talks to the
+# others, or after it. A save has three exchanges of two messages.
+OF_EVERY_RANK = [
+    *(("message", n, after) for n in (1, 2, 3, 4, 5) for after in (False, True)),
+    ("message", 6, True),
+    ("fsync", 1, False),
+    ("fsync", 2, False),
     ("mkdir", 2, True),
-    ("rmtree", 1, False),
+    ("half a rank's file", 1, False),
+]
+OF_THE_LOWEST_ON_A_DISK = [
+    ("message", 1, True),
+    ("message", 4, True),
+    ("message", 6, False),
+    ("message", 6, True),
     ("half a rank's file", 1, False),
     ("half a manifest", 1, False),
+    *(("fsync", n, False) for n in (3, 4, 5)),
+    *(("rename", n, after) for n in (1, 2) for after in (False, True)),
+    ("rmtree", 1, False),
 ]
 
 
@@ -97,13 +107,13 @@ def killed_in_the_third_save(transport, folder, disks, victim, point):
 
 
 def load_and_save_again(transport, folder, disks):
-    loaded, found, said = load_fresh(transport, folder, disks)
     model, opt = build(transport, seed=9)
     at = place(folder, transport.worker, disks)
-    loaded_quietly(at, model, opt)
+    loaded, _ = loaded_quietly(at, model, opt)
+    found = contents(model, opt)
     advance(model, opt, 14)
     palsgd.checkpoint.save(at, model, opt)
-    return loaded, found, said, contents(model, opt)
+    return loaded.clock, found
 
 
 @pytest.mark.slow
@@ -112,27 +122,23 @@ def load_and_save_again(transport, folder, disks):
 def test_a_kill_at_any_point_of_a_save_leaves_a_save_that_all_workers_load(
     tmp_path, undisturbed, disks, victim
 ):
+    lowest = victim == 0 or disks == "own"
     met = Counter()
-    for number, point in enumerate(POINTS):
+    for number, point in enumerate(OF_THE_LOWEST_ON_A_DISK if lowest else OF_EVERY_RANK):
         folder = tmp_path / str(number)
         job = dict(folder=folder, disks=disks, victim=victim, point=point)
         outcomes = forked(killed_in_the_third_save, workers=2, **job)
-        killed = outcomes[victim].message == f"status {KILLED}"
-        met["killed"] += killed
-        survivor = outcomes[1 - victim]
-        assert survivor.error in (None, "SyncError"), (point, survivor.trace)
+        assert outcomes[victim].message == f"status {KILLED}", point
+        assert outcomes[1 - victim].error in (None, "SyncError"), point
         got = values_of(forked(load_and_save_again, workers=2, folder=folder, disks=disks))
-        clocks = {loaded.clock for loaded, *_ in got}
-        assert len(clocks) == 1, point
-        assert clocks <= ({6, 10} if killed else {10}), point
-        for worker, (loaded, found, _, _) in enumerate(got):
-            same(found, undisturbed[worker][STOPS.index(loaded.clock)])
+        [clock] = {clock for clock, _ in got}  # all the same
+        assert clock in STOPS[1:], point
+        for worker, (_, found) in enumerate(got):
+            same(found, undisturbed[worker][STOPS.index(clock)])
             left = tree(Path(place(folder, worker, disks)))
             assert not [name for name in left if ".part" in name], point  # cleaned up
-        met[clocks.pop()] += 1
-    assert met["killed"] >= 11
-    assert met[6] >= 5  # the second save was loaded
-    assert met[10] >= 2  # the third
+        met[clock] += 1
+    assert min(met[6], met[10]) >= 2  # the second save was loaded, or the third
 
 
 def test_a_save_that_was_never_whole_on_all_disks_is_passed_over_and_said(tmp_path, undisturbed):

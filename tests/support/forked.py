@@ -4,6 +4,7 @@ They talk through pipes, by a transport that has `mean` and nothing else. They m
 if this process has used a GPU; gradients are set by hand.
 """
 
+import gc
 import os
 import pickle
 import signal
@@ -104,6 +105,7 @@ def _fork(job: Any, worker: int, pipes: list[Any], answers: list[Any], kwargs: A
     if child:
         return child
     try:
+        gc.disable()  # a collection would copy all memory that is shared with the parent
         for k, (near, far) in enumerate(pipes):  # else nobody would notice that a peer is gone
             if worker != 0:
                 near.close()
