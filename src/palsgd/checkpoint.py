@@ -215,7 +215,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _write_model(path: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    step_folders.make(path.parent)
     part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
     try:
         tensor_files.write(part, tensors, texts)
@@ -241,7 +241,7 @@ def _check_may_save(opt: LocalOptimizer) -> None:
 
 def _survey(folder: Path, opt: LocalOptimizer) -> dict[str, Any]:
     """What all ranks must know of each other's disks and clocks to agree on a name."""
-    folder.mkdir(parents=True, exist_ok=True)
+    step_folders.make(folder)
     step_folders.remove_parts(folder)
     found = find(folder)
     return {

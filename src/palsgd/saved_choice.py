@@ -235,4 +235,4 @@ def _answer(found: str, why: str = "", *, by_disk: bool = False) -> dict[str, An
 def _described(data: Tensor | None) -> list[Any] | None:
     if data is None:
         return None
-    return [len(data), hashlib.sha256(memoryview(data.numpy())).hexdigest()]
+    return [len(data), hashlib.sha256(data.numpy().data).hexdigest()]

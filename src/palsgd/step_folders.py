@@ -115,6 +115,14 @@ def _missing(path: Path, manifest: dict[str, Any]) -> str | None:
 # -- how a save appears ------------------------------------------------------------------------
 
 
+def make(folder: Path) -> None:
+    """Make a folder, and force its name onto the disk."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        force(path.parent)
+
+
 def free_name(step: int, taken: set[str]) -> str:
     """A name that is on none of the disks. A run may save at the same clock again, if it went on
     from an older save or began anew."""

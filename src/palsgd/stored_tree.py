@@ -1,6 +1,7 @@
 """Dicts and lists with tensors in them, as named tensors and one text."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if _STORED in value:
             raise ValueError(f"{path} has the key {_STORED!r}, which stands for tensors; rename it")
-        return {k: _without_tensors(v, _joined(path, k), tensors) for k, v in value.items()}
+        entries = {k: _without_tensors(v, _joined(path, k), tensors) for k, v in value.items()}
+        return Counter(entries) if isinstance(value, Counter) else entries
     if isinstance(value, (list, tuple)):
         found = [_without_tensors(v, _joined(path, i), tensors) for i, v in enumerate(value)]
         return found if isinstance(value, list) else tuple(found)
@@ -50,7 +52,8 @@ def _with_tensors(value: Any, tensors: dict[str, Tensor], mesh: Any, device: tor
         local, layout = tensors[value[_STORED]], value["sharded"]
         return local if layout is None else _sharded(local.to(device), layout, mesh)
     if isinstance(value, dict):
-        return {key: _with_tensors(each, tensors, mesh, device) for key, each in value.items()}
+        entries = {k: _with_tensors(each, tensors, mesh, device) for k, each in value.items()}
+        return Counter(entries) if isinstance(value, Counter) else entries
     if isinstance(value, (list, tuple)):
         found = [_with_tensors(each, tensors, mesh, device) for each in value]
         return found if isinstance(value, list) else tuple(found)

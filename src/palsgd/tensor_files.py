@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,28 +44,28 @@ class Written(NamedTuple):
 def write(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Written:
     """Write a file and force it onto the disk. The widest dtypes come first, so that every tensor
     begins at a multiple of its own width."""
+    kinds = {name: _short(name, tensor) for name, tensor in tensors.items()}
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": _short(name, tensor), "shape": list(tensor.shape), "data_offsets": [start, end]
+            "dtype": kinds[name], "shape": list(tensor.shape), "data_offsets": [start, end]
         }  # fmt: skip
     head = json.dumps(header).encode()
     head += b" " * (-(8 + len(head)) % _ALIGNED)
     if len(head) > _LONGEST_HEADER:
         raise ValueError(f"the names and numbers for {path} take {len(head)} bytes; save fewer")
-    digest, size = hashlib.sha256(), 0
+    head = len(head).to_bytes(8, "little") + head
+    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for piece in (len(head).to_bytes(8, "little"), head, *(t for _, t in ordered)):
-            content = _bytes_of(piece) if isinstance(piece, Tensor) else piece
+        for content in chain((memoryview(head),), (_bytes_of(tensor) for _, tensor in ordered)):
             file.write(content)
             digest.update(content)
-            size += len(content)
         file.flush()
         os.fsync(file.fileno())
-    return Written(size, digest.hexdigest())
+    return Written(len(head) + end, digest.hexdigest())
 
 
 def _short(name: str, tensor: Tensor) -> str:
@@ -79,7 +80,7 @@ def _short(name: str, tensor: Tensor) -> str:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def read(path: Path, written: Written) -> Tensor:
@@ -98,7 +99,7 @@ def read(path: Path, written: Written) -> Tensor:
         if size != written.size:
             raise ValueError(f"{path} has {size} bytes instead of {written.size}")
         data, digest = torch.empty(size, dtype=torch.uint8), hashlib.sha256()
-        view, done = memoryview(data.numpy()), 0
+        view, done = data.numpy().data, 0
         while done < size and (count := file.readinto(view[done : done + _PIECE])):
             digest.update(view[done : done + count])
             done += count
@@ -112,6 +113,8 @@ def parsed(data: Tensor, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     the file, for errors."""
     try:
         length = int.from_bytes(data[:8].numpy().tobytes(), "little")
+        if 8 + length > len(data):
+            raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
         header = json.loads(data[8 : 8 + length].numpy().tobytes())
         texts = header.pop("__metadata__", {})
         body = data[8 + length :]
