@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from palsgd import references
+from palsgd.checks import check_flag, check_path
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
@@ -52,6 +53,13 @@ class Options:
     quiet: bool = False
     vectorize: bool | str = "auto"
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
+
+    def __post_init__(self) -> None:
+        for name in ("simulate", "download", "force", "resume", "quiet", "share_program"):
+            check_flag(name, getattr(self, name))
+        if self.data is not None:
+            object.__setattr__(self, "data", str(check_path("data", self.data)))
+        check_device(self.device)
 
 
 def check_folder(out: Path, options: Options) -> None:

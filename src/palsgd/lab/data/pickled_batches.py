@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from palsgd.checks import shown
+from palsgd.checks import in_error
 
 PIXELS = 3 * 32 * 32  # of an image
 MOST_BYTES = 2**26  # a batch of 10,000 images has half of it
@@ -80,7 +80,7 @@ class _Name:
 
     def __init__(self, name: str):
         if name not in _NAMES:
-            raise ValueError(f"it names {shown(name.replace(' ', '.'))}, which no batch has")
+            raise ValueError(f"it names {in_error(name.replace(' ', '.'))}, which no batch has")
         self.meaning = _NAMES[name]
 
 
