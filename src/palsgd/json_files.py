@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from palsgd.checks import check_text, shown
+from palsgd.checks import LARGEST, check_text, in_error
 
 MOST_BYTES = 64 * 2**20
 MOST_DEPTH = 32  # lists and objects inside each other; files of ours have six
-LARGEST = 2**63 - 1  # of whole numbers, which other programs must be able to hold
 
 
 def read_text(path: str | Path, *, fix: str, most: int = MOST_BYTES, errors: str = "strict") -> str:
@@ -115,7 +114,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {shown(twice)} is there twice")
+        raise ValueError(f"the name {in_error(twice)} is there twice")
     return found
 
 

@@ -41,7 +41,7 @@ from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options
 from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
-from palsgd.packing import refuse_palsgd_state
+from palsgd.packing import check_form, refuse_palsgd_state
 from palsgd.position import Company
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
@@ -680,6 +680,7 @@ class LocalOptimizer(Optimizer):
     ) -> None:
         """`load_state_dict`. Given the workers that load another's state, also for another number
         of workers."""
+        check_form(state_dict)
         state = dict(state_dict)  # a hook may replace entries of it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from palsgd.checks import below, check_int, check_number, warn
+from palsgd.checks import below, check_int, check_number, in_error, warn
 from palsgd.feed import END
 from palsgd.optimizer import LocalOptimizer
 
@@ -55,8 +55,14 @@ def until(
         (6, True)
     """
     opt = _palsgd_optimizer(opt)
+    listed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+    if not isinstance(loader, Iterable) and not listed:
+        raise ValueError(
+            f"loader={in_error(loader)} has no batches; give a DataLoader or a list of batches"
+        )
     if epochs is not None and steps is not None:
-        raise ValueError(f"steps={steps!r} and epochs={epochs!r} are both given; give one of them")
+        both = f"steps={in_error(steps)} and epochs={in_error(epochs)}"
+        raise ValueError(f"{both} are both given; give one of them")
     if epochs is None:
         steps = check_int("steps", steps)
     else:

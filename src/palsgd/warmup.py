@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from palsgd.buffers import Buffers
+from palsgd.checks import in_error
 from palsgd.digest import chained, digest
 from palsgd.finite import all_finite
 from palsgd.flat import Buckets
@@ -109,6 +110,11 @@ def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
 
 def check_attachable(model: nn.Module, replica: Replica) -> None:
     """Raise unless `model` is made of the parameters that the optimizer trains."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"attach() got {in_error(model)}, which is no model; give the wrapped form of the "
+            "model that the optimizer was built with"
+        )
     if _is_sharded_module(model):
         raise ValueError(
             "attach() is for DistributedDataParallel; a model that FSDP shards needs none, as the "

@@ -50,11 +50,12 @@ YAML = {
     "a long number in base sixty": ("a: 1" + ":59" * 300 + ".5", "a number of"),
     "a number without digits": ("a: 0x_", "invalid literal"),
     "a name twice": ("a: 1\nb: 2\na: 3", "'a' is there twice, line 3"),
-    "a name that is no text": ("1: a", "the name 1 is no text"),
+    "a name that is no text": ("1.5: a", "the name 1.5 is no text"),
     "a list as a name": ("? [a]\n: b", "is no text"),
     "two documents": ("a: 1\n---\nb: 2", "but found another document"),
     "no YAML": ("a: [1", "line 1"),
     "tabs": ("a:\n\t- 1", "cannot start any token"),
+    "a number as the name of a field": ("1: a", "has no fields"),
     "a list": ("- 1", "has no fields"),
     "nothing": ("", "has no fields"),
     "a word": ("digits", "has no fields"),
@@ -114,6 +115,7 @@ def test_what_is_written_is_read_again_with_its_kinds(tmp_path):
         "flags": [True, False, None],
         "command": shared,
         "again": {"command": shared},
+        "by seed": {2023: 0.5, 2024: 0.25},
     }
     assert read_yaml(file(tmp_path, yaml_text(values)), fix="") == values
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from palsgd import references
-from palsgd.checks import check_choice, check_int, check_number
+from palsgd.checks import check_choice, check_flag, check_int, check_number, check_path
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
@@ -48,6 +48,7 @@ from palsgd.transports.transport import ambient
 
 log = logging.getLogger("palsgd")
 
+_FLAGS = ("simulate", "download", "force", "resume", "elastic", "quiet", "share_program")
 OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
 
@@ -70,9 +71,14 @@ class Options:
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
 
     def __post_init__(self) -> None:
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         check_choice("keep_batch", self.keep_batch, ("worker", "global"))
         check_int("restarts", self.restarts)
         check_number("timeout", self.timeout_s, "a number of seconds > 0", low=0.0)
+        if self.data is not None:
+            object.__setattr__(self, "data", str(check_path("data", self.data)))
+        check_device(self.device)
 
 
 def check_folder(out: Path, options: Options) -> None:

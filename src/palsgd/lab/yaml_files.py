@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 import yaml
 
-from palsgd.checks import check_text, shown
+from palsgd.checks import check_text, in_error, is_whole
 from palsgd.json_files import MOST_DEPTH, read_text, whole_number
 
 MOST_BYTES = 2**18  # a second or two to parse; files of ours have some thousand
@@ -39,7 +39,7 @@ def read_yaml(path: str | Path, *, fix: str) -> dict[str, Any]:
         found = yaml.load(read_text(path, fix=fix, most=MOST_BYTES), _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not plain YAML ({_reason(error)}); {fix}") from None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError(f"{path} has no fields such as `name: value`; {fix}")
     return found
 
@@ -80,14 +80,15 @@ class _Loader(yaml.SafeLoader):
     def fetch_tag(self) -> None:
         self._refuse("a tag (!name)")
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                self._refuse(f"the name {shown(key)} is no text", key_node.start_mark)
+            if not isinstance(key, str) and not is_whole(key):
+                why = f"the name {in_error(key)} is no text or whole number"
+                self._refuse(why, key_node.start_mark)
             if key in found:
-                self._refuse(f"the name {shown(key)} is there twice", key_node.start_mark)
+                self._refuse(f"the name {in_error(key)} is there twice", key_node.start_mark)
             found[key] = self.construct_object(value_node, deep=deep)
         return found
 

@@ -7,9 +7,7 @@ worker and index, so it does not matter which thread decodes it, or when.
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor
 from palsgd.lab.data import device as on_device
 from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
+from palsgd.lab.data.pictures import opened_picture, read_picture
 from palsgd.lab.data.sharding import Changes, Shards, random_stream
 
 SPLITS = ("train", "val")
@@ -198,8 +197,7 @@ def _nothing_in(root: Path, found: str) -> ValueError:
 
 
 def decoded(folder: Any, i: int) -> Any:
-    with _opened(folder, i) as image:
-        return image.convert("RGB")
+    return read_picture(folder.samples[i][0])
 
 
 def normalized(images: Tensor) -> Tensor:
@@ -217,20 +215,8 @@ def _can_be_held(train: Any, val: Any, resolution: int) -> bool:
 
 
 def _size(folder: Any, i: int) -> tuple[int, int]:
-    with _opened(folder, i) as image:
+    with opened_picture(folder.samples[i][0]) as image:
         return image.size
-
-
-@contextmanager
-def _opened(folder: Any, i: int) -> Iterator[Any]:
-    from PIL import Image
-
-    path, _ = folder.samples[i]
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is missing or not an image ({error}); copy it again") from error
 
 
 def _pixels(images: Any) -> Tensor:

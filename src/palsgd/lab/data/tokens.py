@@ -11,7 +11,7 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ SEPARATOR = "<|endoftext|>"
 TEXTS = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
 TOKENIZER = "https://huggingface.co/openai-community/gpt2/resolve/main"
 NOT_A_TARGET = -100
+LONGEST = 2**24  # characters of a story or of a line; stories have some thousand
+UNPACKED = 100  # times the size of a packed file; texts have five
 
 Encode = Callable[[list[str]], Iterable[list[int]]]
 
@@ -187,7 +189,7 @@ def _stories(path: Path, progress: Progress | None) -> Iterator[str]:
     story, total = "", path.stat().st_size
     try:
         with open(path, "rb") as raw, io.TextIOWrapper(_unpacked(raw, path), "utf-8") as text:
-            for line in text:
+            for line in _lines(text, most=UNPACKED * total):
                 *ended, rest = line.split(SEPARATOR)
                 for end in ended:
                     yield (story + end).strip()
@@ -195,9 +197,24 @@ def _stories(path: Path, progress: Progress | None) -> Iterator[str]:
                     if progress:
                         progress(path.name, raw.tell(), total)
                 story += rest
+                if len(story) > LONGEST:
+                    raise OSError(f"a story of more than {LONGEST:,} characters")
     except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is corrupt ({error}); download it again") from error
     yield story.strip()
+
+
+def _lines(text: TextIO, *, most: int) -> Iterator[str]:
+    """The lines of a text that has no more than `most` characters: a few packed bytes may stand for
+    more than there is memory or time."""
+    count = 0
+    while line := text.readline(LONGEST):
+        count += len(line)
+        if len(line) == LONGEST:
+            raise OSError(f"a line of more than {LONGEST:,} characters")
+        if count > most:
+            raise OSError(f"it unpacks to more than {UNPACKED} times its size")
+        yield line
 
 
 def _unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
