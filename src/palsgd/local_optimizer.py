@@ -275,7 +275,7 @@ class LocalOptimizer(Optimizer):
             NonFiniteError: a model has inf or nan at a sync.
             SyncError: a peer could not be reached; the global model is unchanged.
         """
-        if self._showing_anchor or torch.is_inference_mode_enabled():
+        if self._showing_anchor or self._worker.leaving or torch.is_inference_mode_enabled():
             self._refuse_step()
         if self._worker.at.clock == 0 and only_initialises(self.inner):
             self.inner.step()
@@ -317,6 +317,11 @@ class LocalOptimizer(Optimizer):
             )
 
     def _refuse_step(self) -> NoReturn:
+        if self._worker.leaving:
+            raise RuntimeError(
+                f"step() after opt.leaving became True at clock {self.clock}, where all workers "
+                "stop; save and end the program, or go on with another palsgd.until()"
+            )
         if not self._showing_anchor:
             raise RuntimeError(
                 "step() inside torch.inference_mode(): what the inner optimizer makes there cannot "
@@ -349,6 +354,7 @@ class LocalOptimizer(Optimizer):
         """End training when the clock shows `steps`. The workers sync there, even within a
         round."""
         self.train()
+        self._worker.leaving = False  # a loop that goes on does so until the next sync
         self._look_ahead(min(steps - self.clock, AT_MOST))
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
@@ -411,8 +417,8 @@ class LocalOptimizer(Optimizer):
     @property
     def leaving(self) -> bool:
         """Was a worker asked to leave? It becomes True on all workers at the same clock, at a sync
-        or after a step of the warm-up, and ends a loop over `palsgd.until`. Then save, and leave.
-        A worker that takes another step goes on with training."""
+        or after a step of the warm-up, and ends a loop over `palsgd.until`. Then save, and leave:
+        a further `step()` is refused."""
         alone = self.transport.workers == 1 and self._worker.warmup.guard.leaving
         return self._worker.leaving or alone
 

@@ -134,7 +134,6 @@ class Worker:
         gradient."""
         if self._at_end():  # training goes on after its end, so the end is removed
             self.end_at(None)
-        self.leaving = False  # or although it was asked to stop
         if self.warming_up:
             yield from self._warmup_step()
         else:
