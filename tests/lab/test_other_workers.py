@@ -15,6 +15,7 @@ from palsgd.lab.resuming import Resuming, left_to_do
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.worker_changes import Change, changes_in, examples_seen
+from palsgd.lab.workloads.digits import Digits
 from support import lab_runs
 from support.commands import apart, lines, palsgd, summary
 
@@ -146,6 +147,23 @@ def test_a_change_that_came_to_no_checkpoint_is_forgotten(world, tmp_path):
     torch.testing.assert_close(found, twin(LOCAL_SGD, [(2, 8, 8)]), rtol=1e-4, atol=1e-6)
     assert RunFolder(run).config()["workers"] == 2
     assert "changes" not in RunFolder(run).config()
+
+
+class OwnBatches(Digits):
+    """A user's workload that knows nothing of changes."""
+
+    def batch(self, *, worker, workers, size, index):
+        return super().batch(worker=worker, workers=workers, size=size, index=index)
+
+
+def test_a_workload_that_cannot_deal_anew_goes_on_and_a_line_says_what_that_means(world, tmp_path):
+    settings = replace(LOCAL_SGD, workload=f"{__file__}:OwnBatches")
+    trained(world, tmp_path / "run", settings, stop_at=16)
+    (said,), _ = trained(
+        world, tmp_path / "run", replace(settings, workers=3), resume=True, elastic=True
+    )
+    assert "this workload does not take `changes`, so that some examples" in said
+    assert [line["step"] for line in lines(tmp_path / "run")][-1] == 32
 
 
 def test_another_number_is_refused_where_nobody_asked_for_it(world, tmp_path):

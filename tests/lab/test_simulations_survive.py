@@ -148,6 +148,26 @@ def test_a_run_without_a_checkpoint_starts_over_and_says_so(tmp_path, monkeypatc
     assert [line["step"] for line in lines(out / NAMES[0])][-1] == 16
 
 
+def test_nothing_is_deleted_where_no_checkpoint_can_be_read(tmp_path, monkeypatch):
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        stop_at(patch, Checkpoints, "save", 3)
+        assert palsgd(*sweep(out, steps=32)).code == 130
+    for path in out.rglob("contents.json"):
+        path.write_text("")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    with pytest.warns(UserWarning, match="is damaged and left out"):
+        said = palsgd(*sweep(out, "--resume", steps=32))
+    assert said.code == 2
+    place = out / NAMES[0] / "checkpoints"
+    assert said.line == (
+        f"palsgd: no checkpoint in {place} is whole; restore one, use --force to start over, or "
+        "another --out"
+    )
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert after == before
+
+
 def test_runs_whose_company_is_gone_start_over_and_say_so(tmp_path, monkeypatch, caplog):
     out = tmp_path / "stopped"
     with monkeypatch.context() as patch:

@@ -63,6 +63,10 @@ class RunFolder:
         return self.path / _CHECKPOINTS
 
     @property
+    def best_path(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
     def saved_steps(self) -> list[int]:
         """The steps of its checkpoints, by their names, which they have when they are whole."""
         found = (_SAVED.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
@@ -133,12 +137,8 @@ class RunFolder:
         from palsgd import tensor_files
 
         texts = {"format": "pt", **{name: json.dumps(best[name]) for name in ("step", "metric")}}
-        with atomic_path(self._best) as part:
+        with atomic_path(self.best_path) as part:
             tensor_files.write(part, best["model"], texts)
-
-    @property
-    def _best(self) -> Path:
-        return self.path / "best.safetensors"
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)
@@ -188,10 +188,10 @@ class RunFolder:
 
         from palsgd import tensor_files
 
-        if not self._best.exists():
+        if not self.best_path.exists():
             return None
-        data = torch.frombuffer(bytearray(self._best.read_bytes()), dtype=torch.uint8)
-        model, texts = tensor_files.parsed(data, str(self._best))
+        data = torch.frombuffer(bytearray(self.best_path.read_bytes()), dtype=torch.uint8)
+        model, texts = tensor_files.parsed(data, str(self.best_path))
         step, metric = (json_value(texts.get(name, "null")) for name in ("step", "metric"))
         return {"step": step, "metric": metric, "model": model}
 

@@ -350,7 +350,7 @@ class Trainer:
 
     def _has_best(self) -> bool:
         """Is the best model so far there? If not, the next one is the best that there is."""
-        return all(gathered(self.rank != 0 or self.folder.best() is not None))
+        return all(gathered(self.rank != 0 or self.folder.best_path.exists()))
 
     def _changes(self, state: dict[str, Any], workers: int) -> tuple[Change, ...]:
         """Those before the checkpoint, and the one that there is now."""
