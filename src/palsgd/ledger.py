@@ -30,6 +30,7 @@ class Ledger:
         beta_min, beta_max: the range of the mixing weights so far.
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
+        changes: which workers left and came, at which clock, and how many there were then.
         history: one entry per sync.
 
     Example:
@@ -55,6 +56,8 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
+    # workers that left and came: clock, left, joined, workers
+    changes: list[dict[str, Any]] = field(default_factory=list, repr=False)
     # one entry per sync; as many as there were, so it is not part of what print() shows
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -74,6 +77,10 @@ class Ledger:
             lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
         if self.interval is not None:
             lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
+        if self.changes:
+            left, joined = (sum(len(c[kind]) for c in self.changes) for kind in ("left", "joined"))
+            now = self.changes[-1]["workers"]
+            lines.append(f"workers    {now} at the end; {left} left, {joined} came")
         lines.append(f"history    {len(self.history):,} syncs, in ledger.history")
         return "\n".join(lines)
 
@@ -94,3 +101,4 @@ class Ledger:
             if name in saved:  # older states have fewer fields
                 setattr(self, name, saved[name])
         self.history = [dict(entry) for entry in saved["history"]]
+        self.changes = [dict(entry) for entry in saved.get("changes", [])]

@@ -299,6 +299,7 @@ class Method:
         if self.overrides("weights"):
             found.setdefault("compress", "codes are averaged over all workers, not over some")
             found.setdefault("delay", "every worker's own mean would arrive late")
+            found.setdefault("elastic", "its weights count on the same workers in every round")
         return found
 
 

@@ -168,6 +168,24 @@ def checked_options(
     return options
 
 
+def check_elastic(options: Options, *, wrapped: bool) -> None:
+    """Refuse what cannot go on when a worker leaves or comes."""
+    reasons = options.method.refusals()
+    refused = {
+        "this method": reasons.get("elastic"),
+        f"warmup_steps={options.warmup_steps}": "its steps change gradients message by message, so "
+        "that none of them can be repeated; use warmup_steps=0" if options.warmup_steps else None,
+        f"draws={options.draws!r}": "it counts on the speeds of the same workers in every round; "
+        "use draws='balanced'" if options.draws not in ("balanced", "independent", "shared")
+        else None,
+        "a DistributedDataParallel": "its own process group does not survive the loss of a worker; "
+        "give the model itself" if wrapped else None,
+    }  # fmt: skip
+    for what, reason in refused.items():
+        if reason is not None:
+            raise ValueError(f"{what} with an ElasticTransport: {reason}")
+
+
 NOTHING = {
     "delay": 0,
     "fragments": 1,

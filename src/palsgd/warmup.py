@@ -224,7 +224,7 @@ class Warmup:
         ]
         if self.buffers.averaged:
             finite = not report.buffer
-            sections.append(self.buffers.encode(self.guard.worker, like, finite=finite))
+            sections.append(self.buffers.encode(self.guard.place, like, finite=finite))
         return sections
 
     def _set_buffers(self, mean: Tensor, verdict: Verdict) -> None:
@@ -278,7 +278,7 @@ class Warmup:
         averages = self.buffers.averaged and not self.in_step and clock > 0
         sections = [guard.encode(report, like), self.untrained.encode(like)]
         if averages:
-            sections.append(self.buffers.encode(guard.worker, like, finite=report.finite))
+            sections.append(self.buffers.encode(guard.place, like, finite=report.finite))
         message = Message(torch.cat(sections))
         count((yield message))
         header, untrained, *means = message.values.split([len(each) for each in sections])
