@@ -599,9 +599,10 @@ class Worker:
         self._note_members()
 
     def _let_in(self) -> Exchange:
-        """Give the state after this sync to newcomers, who train from here on. A worker that has
-        finished lets nobody in."""
-        if self.warmup.guard.awaits_newcomers and not self.syncer.guard.finished:
+        """Give the state after this sync to newcomers, who train from here on. At the end of
+        training nobody is let in."""
+        over = self._at_end() or self.syncer.guard.finished
+        if self.warmup.guard.awaits_newcomers and not over:
             yield Admit()
             yield from self._meet(_WELCOME, patient=True)
 

@@ -25,6 +25,7 @@ class Doorbell:
         self._socket = socket.create_server((_own_host(reached_from), 0), backlog=1024)
         self._socket.setblocking(False)
         self.address: Address = self._socket.getsockname()[:2]
+        weakref.finalize(self, self._socket.close)
         _open.add(self)
 
     def answer(self) -> None:

@@ -19,6 +19,7 @@ from palsgd.transports.elastic import parcel
 from palsgd.transports.elastic.board import Board, find_start
 from palsgd.transports.elastic.generation import Generation
 from palsgd.transports.elastic.membership import Membership
+from palsgd.transports.requests import RepeatError
 from palsgd.transports.transport import Message, Transport, check_agreement
 
 _ATTEMPTS = 3  # failures of an exchange between workers that are all there, before it is given up
@@ -147,7 +148,11 @@ class ElasticTransport(Transport):
         self._failures = 0
 
     def settle(self) -> None:
-        self._membership.settle()
+        try:
+            self._membership.settle()
+        except RepeatError:
+            self._break_up()  # all workers make their groups anew
+            raise
         self._failures = 0
 
     def _fail(self, error: RuntimeError) -> NoReturn:
