@@ -155,7 +155,7 @@ class LocalOptimizer(Optimizer):
         )
         self.transport.check(options.codec)
         if self.transport.elastic:
-            check_elastic(options, wrapped=wrapper_group(model) is not None)
+            check_elastic(options, sharded=replica.sharded)
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()
         self._worker = build_worker(

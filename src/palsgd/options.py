@@ -168,7 +168,7 @@ def checked_options(
     return options
 
 
-def check_elastic(options: Options, *, wrapped: bool) -> None:
+def check_elastic(options: Options, *, sharded: bool) -> None:
     """Refuse what cannot go on when a worker leaves or comes."""
     reasons = options.method.refusals()
     refused = {
@@ -178,8 +178,8 @@ def check_elastic(options: Options, *, wrapped: bool) -> None:
         f"draws={options.draws!r}": "it counts on the speeds of the same workers in every round; "
         "use draws='balanced'" if options.draws not in ("balanced", "independent", "shared")
         else None,
-        "a DistributedDataParallel": "its own process group does not survive the loss of a worker; "
-        "give the model itself" if wrapped else None,
+        "sharded parameters": "the shards of a worker that has left would be lost; use a worker of "
+        "one rank" if sharded else None,
     }  # fmt: skip
     for what, reason in refused.items():
         if reason is not None:

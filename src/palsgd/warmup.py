@@ -92,6 +92,11 @@ class Hybrid(Unwatched):
 def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
     """What averages the gradients of this model over the workers in the warm-up."""
     model = uncompiled(model)
+    if isinstance(model, DistributedDataParallel) and transport.elastic:
+        raise ValueError(
+            "a DistributedDataParallel with an ElasticTransport: its own process group does not "
+            "survive the loss of a worker; give the model itself"
+        )
     if isinstance(model, DistributedDataParallel):
         # A wrapper around the ranks of one worker keeps averaging in all phases.
         return InStep() if leaves_workers_apart(model, transport) else Wrapped(model)

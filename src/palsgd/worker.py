@@ -280,7 +280,8 @@ class Worker:
             device=self.inner.replica.device,
             buffer=0 if warmup.in_step else warmup.buffers.nonfinite(),
         )
-        reports = yield from self._together("the start", lambda: self._opening(report))
+        opening = partial(self._opening, report)
+        reports = yield from self._together("the start", opening, patient=True)
         at.has_anchor = True
         self._count_all(reports, at.clock)
         at.sent_at = [at.clock] * at.fragments
@@ -575,14 +576,18 @@ class Worker:
         return f"the sync of round {self.at.rounds}, fragment {fragment}"
 
     def _together(
-        self, where: str, exchange: Callable[[], Generator[Request, int, _Outcome]]
+        self,
+        where: str,
+        exchange: Callable[[], Generator[Request, int, _Outcome]],
+        *,
+        patient: bool = False,
     ) -> Generator[Request, int, _Outcome]:
         """Run an exchange. If workers may leave, those who are there run it, and run it again if
-        one of them is lost meanwhile."""
+        one of them is lost meanwhile. `patient`: there is no deadline."""
         if not self.elastic:
             return (yield from exchange())
         while True:
-            yield from self._meet(where)
+            yield from self._meet(where, patient=patient)
             try:
                 return (yield from exchange())
             except RepeatError:
@@ -816,9 +821,14 @@ class Worker:
 
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""
+        yield from self._together("recompute_buffers()", self._average_buffers, patient=True)
+
+    def _average_buffers(self) -> Exchange:
         buffers, workers = self.warmup.buffers, self.facts.workers
         values = buffers.encode(self.warmup.guard.place, self.warmup.template)
         self._count_message((yield Message(values)))
+        if self.elastic:
+            yield Settle()
         buffers.decode(values, workers, workers)
 
     # -- for an engine that takes the gradient steps of many workers itself --------------------

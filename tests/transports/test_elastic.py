@@ -122,7 +122,7 @@ class DieInside:
 def test_a_worker_lost_inside_an_exchange_leaves_no_trace_in_it(call, before, settings):
     """The survivors' weights, residues included, are those of a run that it left just before."""
     found = []
-    for death in (DieInside(9, call), DieAt(before)):
+    for death in (DieInside(before, call), DieAt(before)):
         company = Company()
         for number in range(3):
             company.start(number, 3, steps=32, at=death if number == 2 else None, **settings)

@@ -2,9 +2,10 @@
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
@@ -64,10 +65,17 @@ class Board:
     """Notes of the workers in the store. Every key is written once, or by one worker alone, or
     decided by the first who proposes a value."""
 
-    def __init__(self, store: Store, prefix: str, timeout: float):
-        self.store = PrefixStore(prefix, store)
-        self.store.set_timeout(timedelta(seconds=timeout))
+    _made: ClassVar[Counter[str]] = Counter()  # boards of this process, by their stores
+
+    def __init__(self, store: Store, timeout: float):
         self.host = getattr(store, "host", "127.0.0.1")  # where the store is
+        # Several transports of a program have parts of the store of their own, in the order in
+        # which the program makes them. So have the attempts of torchrun.
+        where = f"{self.host} {getattr(store, 'port', id(store))}"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store = PrefixStore(f"palsgd {attempt} {self._made[where]}", store)
+        self.store.set_timeout(timedelta(seconds=timeout))
+        self._made[where] += 1
 
     def note(self, key: str, value: Any) -> None:
         self._do(lambda: self.store.set(key, json.dumps(value)))

@@ -13,7 +13,7 @@ store is set once, so the two cannot disagree.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -180,8 +180,7 @@ class Membership:
             raise LeftOutError
         self.roster = roster
         self._board.note("latest", {"meeting": self.meeting, "roster": roster.as_note()})
-        if self.number == self.members[0]:
-            self._forget(self.meeting - _KEPT)
+        self._forget(self.meeting - _KEPT)
         if len(self.members) < self._min_workers:
             raise SyncError(
                 f"{len(self.members)} of at least {self._min_workers} workers are left "
@@ -196,9 +195,17 @@ class Membership:
             )
 
     def _forget(self, meeting: int) -> None:
+        """Delete the keys of an old meeting. Each member deletes some of them."""
+        place, members = self.members.index(self.number), len(self.members)
         if meeting > 0:
-            self._board.forget(*(f"{kind} {meeting}" for kind in ("came", "roster", "votes")))
-            self._board.forget(f"verdict {meeting}")
+            kinds = ("came", "roster", "votes", "verdict")[place::members]
+            self._board.forget(*(f"{kind} {meeting}" for kind in kinds))
+
+    def check_there(self, members: Iterable[int]) -> None:
+        """Raise a RuntimeError if one of these members is gone already."""
+        for number in members:
+            if number != self.number and answers(self.roster.members[number]) is False:
+                raise RuntimeError(f"worker {number} is gone")
 
     def _decided(
         self, key: str, stage: str, propose: Callable[[list[int]], Any], until: float | None

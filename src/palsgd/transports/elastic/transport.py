@@ -1,11 +1,10 @@
 """The transport of workers that may leave and come while training goes on."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,7 +58,6 @@ class ElasticTransport(Transport):
     """
 
     elastic = True
-    _made: ClassVar[int] = 0  # transports of this process: each has its own part of the store
 
     def __init__(
         self,
@@ -75,11 +73,8 @@ class ElasticTransport(Transport):
             if seconds is not None:
                 check_number(name, seconds, "a number of seconds > 0", low=0.0, high=math.inf)
         start = find_start(group, store)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"palsgd {attempt} {ElasticTransport._made}"
-        ElasticTransport._made += 1
         self._timeout = timeout
-        self._board = Board(start.store, prefix, timeout)
+        self._board = Board(start.store, timeout)
         self._membership = Membership(
             self._board, start, min_workers=min_workers, deadline=deadline, timeout=timeout
         )
@@ -135,6 +130,8 @@ class ElasticTransport(Transport):
         return 0
 
     def _generation(self, kind: str, members: Sequence[int]) -> Generation:
+        """A group of these workers. gloo would wait for one that is gone until the time is over."""
+        self._membership.check_there(members)
         name, place = f"{kind} {self._membership.meeting}", members.index(self.worker)
         return Generation(self._board.store, name, place, len(members), self._timeout)
 
