@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -11,8 +14,10 @@ import torch.distributed as dist
 
 import palsgd
 from palsgd.transports import ProcessGroupTransport
+from palsgd.transports.elastic import __main__ as holder
 from support.elastic import SIZE, AwaitNewcomer, Company, DieAt, members_of_rounds, twin
 from support.patience import patient
+from support.places import ROOT
 
 
 @pytest.fixture
@@ -320,3 +325,40 @@ def test_without_a_store_the_error_says_how_to_hold_one(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ValueError, match=r"python -m palsgd\.transports\.elastic HOST:PORT"):
         palsgd.ElasticTransport()
+
+
+# -- the example, and the process that holds a store -----------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_example_kills_a_worker_and_takes_it_in_again():
+    script = ROOT / "examples" / "elastic.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=patient(100)
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any("without (0,), 2 workers go on" in line for line in lines)
+    assert any("with (0,), there are 3 workers" in line for line in lines)
+    assert len({line.split("accuracy ")[1] for line in lines if "accuracy" in line}) == 1
+    assert sum("ends at clock 1000" in line for line in lines) == 3
+
+
+def test_a_process_that_holds_the_store_listens_on_its_address_alone():
+    command = [sys.executable, "-m", "palsgd.transports.elastic", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            host, port = (word.split("=")[1] for word in process.stdout.readline().split())
+            store = dist.TCPStore(host, int(port), is_master=False)
+            store.set("key", "value")
+            assert store.get("key") == b"value"
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", int(port)), timeout=patient(5))
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("place", ["", "29500", "host:"])
+def test_a_place_that_is_none_is_named(place):
+    with pytest.raises(SystemExit, match="is no HOST:PORT"):
+        holder.main(place)
