@@ -32,9 +32,9 @@ class Ledger:
         beta_min, beta_max: the range of the mixing weights so far.
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
+        changes: which workers left and came, at which clock, and how many there were then.
         history: one entry per sync, of the last 1,000 syncs.
         forgotten: how many entries before those have been dropped. All totals count them.
-        worker_changes: the clocks at which training went on with another number of workers.
 
     Example:
         >>> import palsgd
@@ -59,11 +59,11 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
+    # workers that left and came: clock, left, joined, workers
+    changes: list[dict[str, Any]] = field(default_factory=list, repr=False)
     # one entry per sync; long, so it is not part of what print() shows
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     forgotten: int = field(default=0, repr=False)  # earlier entries, which are no longer in history
-    # clock, and the numbers of workers before and from then on
-    worker_changes: list[dict[str, int]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         """One screen: what was done, sent and waited for."""
@@ -81,9 +81,11 @@ class Ledger:
             lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
         if self.interval is not None:
             lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
-        if self.worker_changes:
-            clock, before, now = self.worker_changes[-1].values()
-            lines.append(f"workers    {now} since clock {clock:,}, {before} before")
+        if self.changes:
+            left, joined = (sum(len(c[kind]) for c in self.changes) for kind in ("left", "joined"))
+            last = self.changes[-1]
+            count = f"{last['workers']} since clock {last['clock']:,}"
+            lines.append(f"workers    {count}; {left} left, {joined} came")
         kept = f"the last {len(self.history):,} of them " if self.forgotten else ""
         lines.append(f"history    {self.recorded:,} syncs, {kept}in ledger.history")
         return "\n".join(lines)
@@ -118,4 +120,4 @@ class Ledger:
         entries, self.history = self.history, []
         for entry in entries:  # those of an older state may be more than are kept
             self.record(dict(entry))
-        self.worker_changes = [dict(change) for change in self.worker_changes]
+        self.changes = [dict(change) for change in self.changes]

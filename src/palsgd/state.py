@@ -184,8 +184,9 @@ def _change_workers(of: Parts, joining: Collection[int], load: Loading) -> None:
         known = at.steps_of_all
         at.steps_of_all = [known[source if k in joining else k] for k in range(now)]
     if before != now:
-        change = {"clock": at.clock, "before": before, "workers": now}
-        of.worker.ledger.worker_changes.append(change)
+        left, joined = list(range(now, before)), list(range(before, now))
+        change = {"clock": at.clock, "left": left, "joined": joined, "workers": now}
+        of.worker.ledger.changes.append(change)
 
 
 def _check_names(of: Parts, saved: list[str] | None) -> None:

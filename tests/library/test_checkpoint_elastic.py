@@ -100,9 +100,11 @@ def test_another_number_of_workers_goes_on_as_the_twin_in_numpy_does(
         [line] = [each for each in found["said"] if "workers saved" in each]
         assert line.startswith(f"{before} workers saved step-8, {after} go on")
         assert ("with worker 0's inner state" in line) == (after > before)
-        change = {"clock": 8, "before": before, "workers": after}
-        assert found["ledger"]["worker_changes"] == [change]
-        assert f"{after} since clock 8, {before} before" in found["text"]
+        left, joined = list(range(after, before)), list(range(before, after))
+        change = {"clock": 8, "left": left, "joined": joined, "workers": after}
+        assert found["ledger"]["changes"] == [change]
+        line = f"{after} since clock 8; {len(left)} left, {len(joined)} came"
+        assert line in found["text"]
         assert found["ledger"]["syncs"] == 5  # of the run, not of this worker's part of it
         assert found["ledger"]["bytes_sent"] > saved[0]["bytes_sent"]
 
@@ -119,7 +121,7 @@ def test_the_same_number_of_workers_loads_elastically_what_it_loads_plainly(worl
         np.testing.assert_array_equal(one["weights"], other["weights"])
         np.testing.assert_array_equal(one["anchor"], other["anchor"])
         assert one["said"] == other["said"] == []
-        assert other["ledger"]["worker_changes"] == []
+        assert other["ledger"]["changes"] == []
 
 
 def test_without_elastic_another_number_of_workers_is_refused_with_the_way(world, tmp_path):
