@@ -30,6 +30,8 @@ class Ledger:
         beta_min, beta_max: the range of the mixing weights so far.
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
+        speeds: with `draws="paced"`, the speeds of all workers, each time with the first round in
+            which they hold. `speeds=ledger.speeds` repeats a run bit for bit.
         history: one entry per sync.
 
     Example:
@@ -55,6 +57,8 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
+    # with draws="paced": those that hold from a round on, of all workers
+    speeds: list[dict[str, Any]] = field(default_factory=list)
     # one entry per sync; as many as there were, so it is not part of what print() shows
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -74,6 +78,10 @@ class Ledger:
             lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
         if self.interval is not None:
             lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
+        if self.speeds:
+            last = self.speeds[-1]
+            shown = ", ".join(f"{speed:.3g}" for speed in last["speeds"])
+            lines.append(f"speeds     {shown} of the workers, from round {last['round']} on")
         lines.append(f"history    {len(self.history):,} syncs, in ledger.history")
         return "\n".join(lines)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from palsgd.worker import Worker
 
 REPORT = 9  # numbers of each worker in the header of a sync (see palsgd.guard)
-REPORT_WITH_COSTS = 11  # the same, while sync_every="auto" measures
+REPORT_WITH_COSTS = 11  # the same with sync_every="auto" or draws="paced", which measure
 UNTRAINED = 6  # numbers of each worker before the first round (see palsgd.untrained)
 
 

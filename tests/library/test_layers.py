@@ -15,7 +15,7 @@ LAYERS = (
     ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts"),
     ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
     (
-        *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
+        *("auto_interval", "codecs", "ledger", "meter", "offload", "pacing", "replica", "schedule"),
         *("two_levels", "wrapped"),
     ),
     (
