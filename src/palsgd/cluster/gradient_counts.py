@@ -40,8 +40,9 @@ class Drawn:
     ):
         """`speeds` are those of the workers, for paced draws; None: they are equally fast."""
         self._workers, self._p, self._draws, self._rng = workers, mix_prob, draws, rng
-        paced = draws == "paced" and speeds is not None
-        self._speeds = speeds if paced else np.ones(workers)
+        self._speeds = np.ones(workers)
+        if draws == "paced" and speeds is not None:
+            self._speeds = speeds
         self._end = 0  # the clock at which the present stretch ends
         self._left = np.zeros(workers, dtype=np.int64)  # mixing steps that remain in the stretch
 

@@ -152,9 +152,11 @@ def weakened(beta: Rate, power: Rate) -> Rate:
     """The weight of a mixing step that leaves (1 - beta)^power of a displacement. A slower worker
     of paced draws has more mixing steps; with such weights they pull no more than the fewer steps
     of the fastest worker."""
-    if not isinstance(power, Tensor) and power == 1:
-        return beta
-    return 1.0 - (1.0 - beta) ** power
+    if isinstance(power, Tensor):  # worker by worker, as torch's powers are rounded otherwise
+        betas = torch.as_tensor(beta, dtype=torch.float64).expand_as(power).tolist()
+        pairs = zip(betas, power.tolist(), strict=True)
+        return torch.tensor([weakened(*pair) for pair in pairs], dtype=torch.float64)
+    return beta if power == 1 else 1.0 - (1.0 - beta) ** power
 
 
 def round_pull(beta: float, mix_prob: float, length: int) -> float:
