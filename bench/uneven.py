@@ -7,13 +7,14 @@ processes whose gradients are sleeps, one of them three times as long; the metho
 blocks. The library measures the speeds there, and a block counts from the sixth round on, when they
 are settled. Losses come from the simulator with the same plans (speeds 1, 1 and 1/3): a small
 GPT-Neo on the stories of the lab, with AdamW, clipping and a cosine. Every method has equally much
-time: as many steps as the gradients of the slow worker allow, or those of the fast ones where nobody
-waits. Stated before the runs: the margin is 1% of the loss, over five paired seeds; nothing is
-tuned. A second table has what the raised learning rate of the slow worker does, at ratios of 3 and
-10.
+time: as many steps as the gradients of the slow worker allow, or, where nobody waits for it, those
+of the fast ones. Stated before the runs: the margin is 1% of the loss, over five paired seeds;
+nothing is tuned. A second table has what the raised learning rate of the slow worker does, at ratios
+of 3 and 10. `--phases times` (or losses, or raised) does one part and adds it to the record.
 """
 
 import argparse
+import json
 import math
 import statistics
 import tempfile
@@ -337,8 +338,17 @@ def runs_of(
             run = {"method": name, **loss_run(how, args, seed, slowness)}
             print(f"{name}, ratio {slowness}, seed {seed}: {run['loss']:.4f}", flush=True)
             found.append(run)
-            save(record, args.out)
+            keep(record, args.out)
     return [run for run in found if run["slowness"] == slowness]
+
+
+def keep(record: dict[str, Any], out: Path | None) -> None:
+    """Write the record, beside the phases that earlier commands have written."""
+    if out is not None and out.is_file():
+        before = json.loads(out.read_text())
+        record["untimed"] = before["untimed"] | record["untimed"]
+        record = before | record
+    save(record, out)
 
 
 def main() -> None:
@@ -352,7 +362,7 @@ def main() -> None:
     }
     if "times" in args.phases:
         record["waiting"] = waiting_rows(times(args), args)
-        save(record, args.out)
+        keep(record, args.out)
     if "losses" in args.phases:
         runs = runs_of(HOW, args, SLOWNESS, record, "runs")
         record["losses"] = loss_rows(runs, "PALSGD")
@@ -365,7 +375,7 @@ def main() -> None:
             runs = runs_of(RAISED, args, ratio, record, "raised_runs")
             rows = loss_rows(runs, next(iter(RAISED)))
             record["raised"] += [{"ratio": ratio, **row} for row in rows]
-    save(record, args.out)
+    keep(record, args.out)
     for key in ("waiting", "losses", "against_weights", "raised"):
         for row in record.get(key, []):
             print(key, row)
