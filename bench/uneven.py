@@ -9,8 +9,8 @@ are settled. Losses come from the simulator with the same plans (speeds 1, 1 and
 GPT-Neo on the stories of the lab, with AdamW, clipping and a cosine. Every method has equally much
 time: as many steps as the gradients of the slow worker allow, or, where nobody waits for it, those
 of the fast ones. Stated before the runs: the margin is 1% of the loss, over five paired seeds;
-nothing is tuned. A second table has what the raised learning rate of the slow worker does, at ratios
-of 3 and 10. `--phases times` (or losses, or raised) does one part and adds it to the record.
+nothing is tuned. A second table has what the raised learning rate of the slow worker does, at the
+ratios 3 and 10. `--phases times` (or losses, or raised) does one part and adds it to the record.
 """
 
 import argparse
@@ -41,7 +41,8 @@ from palsgd.lab.workloads.stories import Stories
 from palsgd.methods.palsgd import PALSGDMethod
 from palsgd.schedule import StepPace
 
-WORKERS, H, P, LR, MARGIN = 3, 32, 0.1, 3e-3, 0.01
+WORKERS, P, LR, MARGIN = 3, 0.1, 3e-3, 0.01
+H, TIMED_H = 16, 32  # of the runs whose loss is measured, and of those whose seconds are
 SLOWNESS = 3  # of the last worker's gradients
 SETTLED = 5  # the first round of a block that counts
 OUTER = palsgd.nesterov(0.7, 0.5)
@@ -85,13 +86,19 @@ class How:
     paced: bool = False
     gradient_share: float = 1.0  # of the fastest worker's steps
 
+    def rules(self, sync_every: int, **rules: Any) -> dict[str, Any]:
+        """Of its optimizer; DDP has none."""
+        if self.build is palsgd.DDP:
+            return {}
+        return {"sync_every": sync_every, "draws": "paced" if self.paced else "balanced", **rules}
+
     def fast_steps(self, slowness: float) -> float:
         """The seconds of a step of the clock, in gradients of a fast worker."""
         return self.gradient_share * (1.0 if self.paced else slowness)
 
 
 def rounds(model: nn.Module, inner: Any, *, method: palsgd.Method, **rules: Any) -> Any:
-    return palsgd.LocalOptimizer(model, inner, method, OUTER, sync_every=H, **rules)
+    return palsgd.LocalOptimizer(model, inner, method, OUTER, **rules)
 
 
 PALSGD = partial(rounds, method=PALSGDMethod(mix_prob=P))
@@ -120,10 +127,9 @@ def timed(how: How, seconds: float, block_rounds: int, seed: int) -> dict[str, f
     torch.manual_seed(seed)
     model = SmallStories.model_of()
     inner = torch.optim.AdamW(model.parameters(), lr=LR)
-    rules = {"draws": "paced"} if how.paced else {}
-    opt = how.build(model, inner, **rules)
+    opt = how.build(model, inner, **how.rules(TIMED_H))
     noise = [torch.randn_like(p) for p in model.parameters()]
-    steps, first, began, computing = block_rounds * H, SETTLED * H, 0.0, 0.0
+    steps, first, began, computing = block_rounds * TIMED_H, SETTLED * TIMED_H, 0.0, 0.0
     for _ in palsgd.until([0], opt, steps=steps):
         now = time.perf_counter()
         if not began and opt.clock >= first:
@@ -199,7 +205,7 @@ def waiting_rows(blocks: list[dict[str, Any]], args: argparse.Namespace) -> list
 class SmallStories(Stories):
     """The stories, cut to their first words, and a model that two cores train."""
 
-    words = 48
+    words = 32
 
     @staticmethod
     def model_of() -> nn.Module:
@@ -230,11 +236,9 @@ def loss_run(how: How, args: argparse.Namespace, seed: int, slowness: int) -> di
     """One simulated run of as many steps as the time allows, and its losses on the way."""
     steps = max(H, round(args.time / how.fast_steps(slowness) / H) * H)
     task = SmallStories(device="cpu", seed=seed)
-    rules: dict[str, Any] = {}
+    rules = how.rules(H, seed=seed)
     if how.paced:
-        rules = {"draws": "paced", "speeds": [1.0] * (WORKERS - 1) + [1 / slowness]}
-    if how.build is not palsgd.DDP:
-        rules["seed"] = seed
+        rules["speeds"] = [1.0] * (WORKERS - 1) + [1 / slowness]
 
     def method(model: nn.Module) -> Any:
         inner = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -310,20 +314,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--gradient", type=float, default=0.01, help="seconds of a fast gradient")
+    parser.add_argument("--gradient", type=float, default=0.03, help="seconds of a fast gradient")
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=12, help="of a block")
-    parser.add_argument("--time", type=int, default=960, help="of a run, in fast gradients")
+    parser.add_argument("--rounds", type=int, default=10, help="of a block")
+    parser.add_argument("--time", type=int, default=432, help="of a run, in fast gradients")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--evaluations", type=int, default=8, help="of a run")
-    parser.add_argument("--ratios", type=int, nargs="*", default=[3, 10], help="of the raised rate")
+    parser.add_argument("--raised-seeds", type=int, default=3, help="of the raised rate")
+    parser.add_argument("--evaluations", type=int, default=6, help="of a run")
+    parser.add_argument("--ratios", type=int, nargs="*", default=[3, 10], help="of slowness there")
     parser.add_argument("--phases", nargs="*", default=["times", "losses", "raised"])
     add_record_options(parser)
     args = parser.parse_args()
     if args.tiny:
         args.gradient, args.blocks, args.rounds, args.time = 0.001, 1, 6, 96
-        args.batch, args.seeds, args.evaluations, args.ratios = 1, 2, 2, [3]
+        args.batch, args.seeds, args.raised_seeds, args.evaluations, args.ratios = 1, 2, 2, 2, [3]
     return args
 
 
@@ -333,7 +338,7 @@ def runs_of(
     """All seeds of all methods, saved as they come."""
     torch.set_num_threads(1)
     found = record.setdefault(key, [])
-    for seed in range(1, args.seeds + 1):
+    for seed in range(1, (args.seeds if key == "runs" else args.raised_seeds) + 1):
         for name, how in hows.items():
             run = {"method": name, **loss_run(how, args, seed, slowness)}
             print(f"{name}, ratio {slowness}, seed {seed}: {run['loss']:.4f}", flush=True)
@@ -355,8 +360,10 @@ def main() -> None:
     args = arguments()
     record: dict[str, Any] = {
         **provenance("cpu", tiny=args.tiny),
-        "stated before": {"margin": MARGIN, "seeds": args.seeds, "slowness": SLOWNESS},
+        "stated before": {"margin": MARGIN, "seeds": args.seeds}
+        | {"seeds of the raised rate": args.raised_seeds, "slowness": SLOWNESS},
         "settings": {"workers": WORKERS, "sync_every": H, "mix_prob": P, "lr": LR}
+        | {"sync_every of the timed runs": TIMED_H}
         | {name: getattr(args, name) for name in ("gradient", "blocks", "rounds", "time", "batch")},
         "untimed": {},
     }

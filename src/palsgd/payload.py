@@ -165,6 +165,7 @@ class PayloadSize:
         delay: int = 0,
         codec: Codec | None = None,
         whole: bool = False,
+        draws: str = "balanced",
     ) -> "PayloadSize":
         """The sizes for a model in single precision, under an optimizer's default settings."""
         return cls(
@@ -174,6 +175,7 @@ class PayloadSize:
             buffers=model.buffers,
             tensors=model.tensors,
             scalars=method.scalars,
+            report=REPORT_WITH_COSTS if draws == "paced" else REPORT,
             codec=codec,
             displacement=False,  # if it is sent, it is among the parts
             gathered=method.gathered,
