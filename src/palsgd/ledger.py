@@ -33,6 +33,8 @@ class Ledger:
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
         changes: which workers left and came, at which clock, and how many there were then.
+        speeds: with `draws="paced"`, the speeds of all workers, each time with the first round in
+            which they hold. `speeds=ledger.speeds` repeats a run bit for bit.
         history: one entry per sync, of the last 1,000 syncs.
         forgotten: how many entries before those have been dropped. All totals count them.
 
@@ -61,6 +63,8 @@ class Ledger:
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
     # workers that left and came: clock, left, joined, workers
     changes: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    # with draws="paced": those that hold from a round on, of all workers
+    speeds: list[dict[str, Any]] = field(default_factory=list)
     # one entry per sync; long, so it is not part of what print() shows
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     forgotten: int = field(default=0, repr=False)  # earlier entries, which are no longer in history
@@ -86,6 +90,10 @@ class Ledger:
             last = self.changes[-1]
             count = f"{last['workers']} since clock {last['clock']:,}"
             lines.append(f"workers    {count}; {left} left, {joined} came")
+        if self.speeds:
+            last = self.speeds[-1]
+            shown = ", ".join(f"{speed:.3g}" for speed in last["speeds"])
+            lines.append(f"speeds     {shown} of the workers, from round {last['round']} on")
         kept = f"the last {len(self.history):,} of them " if self.forgotten else ""
         lines.append(f"history    {self.recorded:,} syncs, {kept}in ledger.history")
         return "\n".join(lines)
