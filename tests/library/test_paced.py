@@ -122,7 +122,7 @@ def test_the_simulator_is_bit_equal_to_two_uneven_processes(world, lag):
         dict(mix_rate=None, pull=lambda clock: 0.5 / (1 + clock)),
         dict(mix_prob=0.0, mix_rate=None),
     ],
-    ids=str,
+    ids=lambda rules: "-".join(rules),
 )
 def test_both_engines_take_paced_steps_alike(rules):
     check(simulated(43, vectorize=True, **rules), simulated(43, vectorize=False, **rules))
