@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
@@ -675,13 +675,24 @@ class LocalOptimizer(Optimizer):
         Raises:
             ValueError: the settings differ, or the state is of another model or release.
         """
+        self._load(state_dict, strict=strict)
+
+    def _load(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        strict: bool,
+        joining: Collection[int] | None = None,
+    ) -> None:
+        """`load_state_dict`. Given the workers that load another's state, also for another number
+        of workers."""
         state = dict(state_dict)  # a hook may replace entries of it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state)
             state = state if changed is None else changed
         # The model is loaded beside this state, so what it held before eval() must not come back.
         self._evaluation, self._showing_anchor = None, False
-        load_state(self._parts(), state, strict=strict)
+        load_state(self._parts(), state, strict=strict, joining=joining)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

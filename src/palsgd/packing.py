@@ -42,13 +42,16 @@ def packed(fields: dict[str, Any], inner: dict[str, Any], replica: Replica) -> d
 
 
 def compact(state: Mapping[str, Any], *, inner: bool = True) -> dict[str, Any]:
-    """A state of plain tensors for a file that is read whole: without the room that its numbers
-    have to grow and, unless `inner`, without the tensors of the inner optimizer."""
+    """A state for a file of this rank that is read whole: without the room that its numbers have to
+    grow and, unless `inner`, without the tensors of the inner optimizer."""
     entries: dict[Any, Any] = {}
     for key, entry in state["state"].items():
+        if not isinstance(entry, Mapping):
+            entries[key] = entry
+            continue
         own = dict(entry.get(OWN, {}))
         if _SCALARS in own:
-            own[_SCALARS] = without_room(own[_SCALARS])
+            own[_SCALARS] = without_room(_own_row(own[_SCALARS], 0))
         entries[key] = {**(entry if inner else {}), OWN: own}
     return {**state, "state": entries}
 

@@ -545,7 +545,7 @@ class Worker:
         if not (self.compares_position or self.crowded) or self.facts.workers == 1:
             return
         clock = 0 if phase == FINISH else self.at.clock  # workers finish at any clock of a round
-        mine = Position(phase, clock, len(self.ledger.history), self.optimizer)
+        mine = Position(phase, clock, self.ledger.recorded, self.optimizer)
         values = encode(self.number, self.facts.workers, mine, self.warmup.template)
         # The message is not in the ledger, so that the ledger of a resumed run is that of a run
         # that was never interrupted.
@@ -586,6 +586,14 @@ class Worker:
             and steps + self._gradients(worker, at.counted_at, following) > at.gradient_steps
             for worker, steps in enumerate(at.steps_of_all)
         )
+
+    @property
+    def at_stop(self) -> bool:
+        """Is this the clock of an exchange, so that every worker is at it? A worker that joins with
+        this progress then takes as many gradient steps up to the next one as all others."""
+        if not self.at.has_anchor or self.warming_up:
+            return True
+        return max(self.at.sent_at) == self.at.clock or (self.at.synced and bool(self._asked()[0]))
 
     def _mark(self) -> tuple[int, tuple[float, ...]]:
         return self.at.gradient_steps, tuple(self.at.rate_sums)
@@ -653,7 +661,7 @@ class Worker:
         at.last_record = (at.clock, at.gradient_steps, ledger.mixing_steps)
         ledger.syncs += 1
         ledger.distance = outcome.distance
-        ledger.history.append(
+        ledger.record(
             {
                 "round": self.schedule.round_of(at.clock - 1),
                 "clock": at.clock,

@@ -13,7 +13,8 @@ ROOT = Path(palsgd.__file__).parent
 # types, and those inside functions, count too.
 LAYERS = (
     ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts"),
-    ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
+    ("outer", "progress", "references", "rows", "scalars", "sharding", "step_folders"),
+    ("stored_tree", "tensor_files", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
         *("process_groups", "two_levels", "wrapped"),
@@ -22,6 +23,7 @@ LAYERS = (
         *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
         *("position", "transports"),
     ),
+    ("announcements",),
     (
         *("averaged_state", "composed", "method", "methods", "method_state", "method_view"),
         *("registry", "tensors"),
@@ -36,7 +38,9 @@ LAYERS = (
         *("state_parts", "state_rank"),
     ),
     ("local_optimizer",),
-    ("checkpoint", "leaving", "loop", "optimizer"),
+    ("everyone", "leaving", "loop", "optimizer"),
+    ("saved_choice",),
+    ("checkpoint",),
     ("cluster",),
     ("simulator",),
     ("theory",),
