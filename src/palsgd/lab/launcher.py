@@ -102,8 +102,11 @@ def run_over_link(order: Order) -> None:
     workers, echo = order.jobs[0].settings.processes, not order.jobs[0].quiet
     with tempfile.TemporaryDirectory() as folder:
         command = _command(order, Path(folder))
-        with Network(workers, Link.parse(order.link)) as network:
-            network.run(command, timeout=LINK_S, echo=echo)
+        try:
+            with Network(workers, Link.parse(order.link)) as network:
+                network.run(command, timeout=LINK_S, echo=echo)
+        except WorkerError as failed:
+            raise _FailedError(failed, Path(folder)).as_raised_here() from failed
 
 
 def _start(order: Order, attempt: int) -> None:
