@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo demo-picture lint bench mutants torch-tests clean
+.PHONY: setup test demo demo-picture lint bench mutants fuzz torch-tests clean
 
 setup: .venv/installed
 
@@ -35,6 +35,10 @@ bench: setup
 # Single-line bugs in the core, and whether the tests find them: half an hour or more.
 mutants: setup
 	$(BIN)/python tests/mutants/run.py
+
+# Hostile and careless input, and what becomes of it: some ten minutes.
+fuzz: setup
+	$(BIN)/python tests/faults/fuzz.py
 
 # PyTorch's own tests of optimizers and schedulers, on a palsgd optimizer around each optimizer:
 # make torch-tests TORCH=path/to/a/pytorch/checkout

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from palsgd.checks import as_number, check_int, in_error
+from palsgd.checks import LONGEST_ROUND, as_number, check_int, in_error
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Auto:
             )
         check_int("least", self.least, least=1)
         check_int("rounds", self.rounds, least=2)
-        if check_int("most", self.most, least=1) < self.least:
+        if check_int("most", self.most, least=1, most=LONGEST_ROUND) < self.least:
             raise ValueError(f"most={self.most!r} must be at least least={self.least}")
 
     def choose(self, costs: "Costs", *, fragments: int, delay: int, gradient_share: float) -> int:

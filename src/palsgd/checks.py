@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 2**63 - 1  # of whole numbers, which other programs and torch must be able to hold
+LONGEST_ROUND = 2**24  # steps between two syncs; each is a bit of a plan
+LONGEST_RUN = 10**9  # steps; what is forecast of a run goes through its rounds
 
 
 def warn(text: str) -> None:
@@ -32,6 +34,11 @@ def in_error(value: Any, most: int = 80) -> str:
     except Exception:  # of a user's own class
         text = f"<{type(value).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def as_given(text: str) -> str:
+    """A text in an error as the user wrote it, where it is short and in one line."""
+    return text if text.isprintable() and len(text) < 80 else in_error(text)
 
 
 def check_text(name: str, value: Any) -> str:
@@ -56,12 +63,12 @@ def check_path(name: str, value: Any) -> Path:
     return Path(check_text(name, str(value) if isinstance(value, Path) else value))
 
 
-def check_int(name: str, value: Any, *, least: int = 0) -> int:
+def check_int(name: str, value: Any, *, least: int = 0, most: int = LARGEST) -> int:
     """`value` as an int, or a ValueError that says what it must be."""
     if not is_whole(value) or value < least:
         raise ValueError(f"{name}={in_error(value)} must be a whole number >= {least}")
-    if value > LARGEST:
-        raise ValueError(f"{name}={in_error(value)} must be a whole number <= {LARGEST}")
+    if value > most:
+        raise ValueError(f"{name}={in_error(value)} must be a whole number <= {most}")
     return int(value)
 
 
@@ -77,7 +84,7 @@ def as_number(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:  # a whole number of more than 300 digits
-        return math.copysign(math.inf, 1 if value > 0 else -1)
+        return -math.inf if value < below(0.0) else math.inf
 
 
 def check_number(

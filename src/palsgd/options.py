@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 
 from palsgd.auto_interval import Auto, interval
-from palsgd.checks import below, check_choice, check_flag, check_int, check_number, in_error
+from palsgd.checks import (
+    LONGEST_ROUND,
+    below,
+    check_choice,
+    check_flag,
+    check_int,
+    check_number,
+    in_error,
+)
 from palsgd.codecs import Codec, find_codec
 from palsgd.method import Method
 from palsgd.pacing import Settled, as_records, checked_speeds
@@ -121,7 +129,7 @@ def checked_options(
 ) -> Options:
     """The options, or a ValueError that says which one is out of its range."""
     codec, (first, auto) = find_codec(compress), interval(sync_every)
-    first = check_int("sync_every", first, least=1)
+    first = check_int("sync_every", first, least=1, most=LONGEST_ROUND)
     if not is_endless(warmup_steps):
         warmup_steps = check_int("warmup_steps", warmup_steps)
     for name in ("max_norm", "blend"):  # torch.load reads no NumPy numbers by default

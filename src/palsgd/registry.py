@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palsgd import references
+from palsgd.checks import in_error
 
 if TYPE_CHECKING:
     from palsgd.method import Method
@@ -93,8 +94,8 @@ def _own_row(reference: str) -> Row:
     if not references.is_reference(reference) and reference not in references.installed(group):
         choices = (*names(), *references.installed(group))
         raise ValueError(
-            f"method={reference!r} is unknown; use one of {', '.join(map(repr, choices))}, or one "
-            "of your own: path/to/mine.py:Name"
+            f"method={in_error(reference)} is unknown; use one of {', '.join(map(repr, choices))}, or "
+            "one of your own: path/to/mine.py:Name"
         )
     part = references.find(reference, _kind())
     value, made = part.value, isinstance(part.value, Method)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from palsgd.checks import check_choice, check_int, check_mix_prob, in_error
+from palsgd.checks import LONGEST_ROUND, check_choice, check_int, check_mix_prob, in_error
 
 EVEN_DRAWS = ("balanced", "independent", "shared")  # those under which no worker's speed matters
 DRAWS = (*EVEN_DRAWS, "paced")
@@ -68,7 +68,8 @@ def round_plan(
         2
     """
     seed, worker = check_int("seed", seed), check_int("worker", worker)
-    round, steps = check_int("round", round), check_int("sync_every", sync_every, least=1)
+    round = check_int("round", round)
+    steps = check_int("sync_every", sync_every, least=1, most=LONGEST_ROUND)
     check_mix_prob(mix_prob)
     check_choice("draws", draws, DRAWS)
     paced = draws == "paced"

@@ -125,6 +125,23 @@ def test_the_loop_of_the_page_on_workers_that_leave_trains_two_that_stay(world):
     assert got[0][:2] == (16, (0, 1))
 
 
+# -- docs/operations.md --------------------------------------------------------------------------
+
+
+def trained_by_the_operators_page():
+    code = executed("docs/operations.md", *code_blocks(page("docs/operations.md")))
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    data = [(inputs, inputs.sum(1, keepdim=True))]
+    opt = code["train"](net, data, "nothing is saved", 16, sync_every=8)
+    return opt.clock, opt.leaving
+
+
+def test_the_loop_of_the_page_on_operations_trains_to_its_end_if_nobody_asks_it_to_leave(world):
+    assert world.run(trained_by_the_operators_page, workers=2) == [(16, False)] * 2
+
+
 # -- docs/extending.md: what `w` has ---------------------------------------------------------------
 
 FUNCTIONS = {"norm", "group", "mix_group"}

@@ -5,13 +5,17 @@ import json
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from palsgd import checkpoint
+from palsgd.lab import workloads
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
+from palsgd.lab.worker_loop import WorkerLoop
 from support import lab_runs
 from support.commands import lines, palsgd, summary
 
@@ -97,6 +101,16 @@ def test_a_stopped_run_goes_on_and_nobody_can_tell(world, run, whole):
     assert not (run / "checkpoints").exists()  # finished: none is needed
 
 
+def test_a_checkpoint_is_never_ahead_of_the_lines(world, tmp_path):
+    """Also one between evaluations, whose lines are joined for it."""
+    settings = replace(BASE, evaluate_every=24, checkpoint_every=1)
+    world.run(lab_runs.train, workers=2, settings=settings, folder=tmp_path / "whole")
+    world.run(lab_runs.train, workers=2, settings=settings, folder=tmp_path / "run", stop_at=40)
+    assert [line["step"] for line in lines(tmp_path / "run")][-1] == 40
+    assert go_on(world, tmp_path / "run", settings=settings) == []
+    assert_same(tmp_path / "run", tmp_path / "whole")
+
+
 # -- damaged checkpoints ---------------------------------------------------------------------------
 
 
@@ -180,6 +194,20 @@ def test_nothing_is_deleted_where_no_checkpoint_can_be_read(world, run):
     assert "no save in" in said
     assert "step-40" in said
     assert "step-32" in said
+    assert names(run) == before
+
+
+def save_without_lab(settings, folder):
+    """A user's own program that trains the same model, and saves it into the folder of a run."""
+    workload = workloads.load("digits", seed=settings.seed)
+    loop = WorkerLoop(settings, workload)
+    checkpoint.save(folder, loop.net, loop.opt)
+
+
+def test_a_checkpoint_of_another_program_is_refused_in_one_line(world, run):
+    world.run(save_without_lab, workers=2, settings=BASE, folder=run / "checkpoints")
+    before = names(run)
+    assert "step-0 was not saved by a run of the lab; move it away" in refused(world, run)
     assert names(run) == before
 
 

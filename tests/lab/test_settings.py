@@ -3,6 +3,7 @@
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +87,61 @@ def test_every_field_can_be_given_as_text():
 def test_a_bad_value_is_refused_with_the_value(changes, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         base.changed(changes)
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError
+
+
+STRANGE = (
+    (), [], {}, [1], b"1", 1j, 10**400, -(10**400), 2**63, math.nan, "\0", "a\ud800", "9" * 5000,
+    "two\nlines", object(), Unprintable(), print, Settings, np.array([1, 2]), torch.ones(2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "method_settings"])
+def test_any_object_in_place_of_a_setting_is_refused_in_one_short_line(name):
+    for value in STRANGE:
+        for make in (base.changed, lambda given: Settings(**base.as_dict() | given)):
+            said = answer(make, {name: value})
+            # a workload is looked for later, and the name of a tuned file is any text
+            assert said or name in ("workload", "tuned", "method_settings"), (name, value)
+            assert "\n" not in said
+            assert len(said) < 500
+
+
+def answer(make, given):
+    """What is said of settings that are refused; nothing of others."""
+    try:
+        make(given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [True, False, 2.0, "2", None])
+def test_a_whole_number_is_neither_a_flag_nor_a_fraction(value):
+    with pytest.raises(ValueError, match=f"workers={value!r} must be a whole number"):
+        Settings(workload="digits", workers=value)
+
+
+def test_numbers_of_numpy_become_numbers_that_files_hold():
+    found = Settings(workload="digits", workers=np.int64(3), lr=np.float32(0.5), steps=np.int8(7))
+    assert [type(each) for each in (found.workers, found.lr, found.steps)] == [int, float, int]
+
+
+@pytest.mark.parametrize("changes", [None, 3, [("lr", 1)], {1: 2}, {None: 3}, {"lr\0": 1}])
+def test_changes_that_are_no_settings_are_refused(changes):
+    with pytest.raises(ValueError, match=r"must be|no text"):
+        base.changed(changes)
+
+
+def test_a_flag_is_true_or_false_and_nothing_else():
+    assert base.changed({"whole_rounds": "yes"}).whole_rounds is True
+    assert base.changed({"whole_rounds": "0"}).whole_rounds is False
+    with pytest.raises(ValueError, match="whole_rounds='maybe' is neither true nor false"):
+        base.changed({"whole_rounds": "maybe"})
 
 
 def test_a_word_that_is_no_assignment_is_refused():

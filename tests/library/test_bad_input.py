@@ -115,6 +115,58 @@ def test_until_needs_a_whole_number_of_steps(steps):
     refused(lambda: next(palsgd.until([], build(), steps=steps)), f"steps={steps!r}", "whole")
 
 
+@pytest.mark.parametrize("value", ["0.7", None, -1, NAN, [0.1], True, torch.ones(2), 10**400])
+@pytest.mark.parametrize("name", ["lr", "momentum"])
+def test_nesterov_takes_numbers_from_0(name, value):
+    refused(lambda: palsgd.nesterov(**{name: value}), f"{name}=", "a number >= 0")
+
+
+@pytest.mark.parametrize("loader", [3, None, np.array("text")])
+def test_until_needs_a_loader_that_has_batches(loader):
+    refused(lambda: next(palsgd.until(loader, build(), steps=4)), "loader=", "give a DataLoader")
+
+
+@pytest.mark.parametrize("state", [None, 3, "state", {}, {"state": 3}, {"param_groups": [1]}])
+def test_what_is_no_state_is_refused(state):
+    refused(lambda: build().load_state_dict(state), "no state of an optimizer", "state_dict()")
+
+
+@pytest.mark.parametrize("model", [None, "model", {}])
+def test_what_is_no_model_is_not_attached(model):
+    refused(lambda: build().attach(model), "attach() got", "no model")
+
+
+@pytest.mark.parametrize("name", ["sync_every", "seed", "delay", "compress", "average_state"])
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.ones(2), 10**400, object(), "a\nb" * 99])
+def test_arrays_and_the_like_in_place_of_an_option_are_refused(name, value):
+    refused(lambda: build(**{name: value}), f"{name}=")
+
+
+@pytest.mark.parametrize("length", [2**24 + 1, 2**62])
+def test_a_round_that_no_memory_holds_is_refused(length):
+    plan = dict(seed=0, worker=0, round=0, mix_prob=0.1, draws="balanced")
+    refused(lambda: palsgd.round_plan(**plan, sync_every=length), "<= 16777216")
+    refused(lambda: build(sync_every=length), f"sync_every={length}", "<= 16777216")
+
+
+SIMULATION = dict(
+    workers=2, steps=4, model=linear, loss=mse, data=lambda worker: batches(worker),
+    method=lambda model: palsgd.DiLoCo(model, sgd(model), sync_every=2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", nn), ("loss", "mse"), ("data", [1]), ("method", 3), ("evaluate", "loss"),
+        ("device", "gpu"), ("device", 3), ("cluster", "1gbit"), ("vectorize", "yes"),
+        ("compile", 3), ("progress", "yes"), ("checkpoint", 3), ("workers", 10**400),
+    ],
+)  # fmt: skip
+def test_a_simulation_refuses_what_it_cannot_use(name, value):
+    refused(lambda: palsgd.simulate(**SIMULATION | {name: value}), f"{name}=")
+
+
 @pytest.mark.parametrize(
     ("method", "rules"),
     [

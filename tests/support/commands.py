@@ -145,7 +145,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     """Every line but for its seconds, and every tensor, bit for bit."""
     a, b = ([{**line, "time_s": 0} for line in lines(folder)] for folder in (one, other))
     assert a == b
-    kept = [torch.load(folder / "best.pt", weights_only=True) for folder in (one, other)]
+    kept = [RunFolder(folder).best() for folder in (one, other)]
     assert kept[0]["step"] == kept[1]["step"]
     for mine, theirs in zip(kept[0]["model"].values(), kept[1]["model"].values(), strict=True):
         assert torch.equal(mine, theirs)

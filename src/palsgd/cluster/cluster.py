@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from palsgd import units
-from palsgd.checks import check_choice, check_int, check_number, check_text, in_error
+from palsgd.checks import LONGEST_RUN, check_choice, check_int, check_number, check_text, in_error
 from palsgd.cluster.events import Buckets, Projection, TimeSimulation
 from palsgd.cluster.gradient_counts import Counts
 from palsgd.cluster.network import ALGORITHMS, Network
@@ -211,7 +211,7 @@ class Cluster:
         """The wall-clock time of `steps` steps of the clock, divided into computing, waiting and
         exchanging. The timeline of the workers in `watched` is kept up to `until_s`. The numbers of
         gradients are drawn, unless `counts` has them."""
-        steps = check_int("steps", steps, least=1)
+        steps = check_int("steps", steps, least=1, most=LONGEST_RUN)
         until_s = math.inf if until_s == math.inf else units.seconds("until_s", until_s, zero=True)
         machine = TimeSimulation(
             self,

@@ -6,7 +6,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from palsgd import units
-from palsgd.checks import below, check_choice, check_int, check_mix_prob, check_number
+from palsgd.checks import (
+    LONGEST_ROUND,
+    below,
+    check_choice,
+    check_int,
+    check_mix_prob,
+    check_number,
+)
 from palsgd.codecs import find_codec
 from palsgd.payload import MethodSize, ModelSize, PayloadSize
 from palsgd.schedule import DRAWS, Schedule
@@ -37,7 +44,7 @@ class Work:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
-        check_int("sync_every", self.sync_every, least=1)
+        check_int("sync_every", self.sync_every, least=1, most=LONGEST_ROUND)
         check_mix_prob(self.mix_prob)
         check_choice("draws", self.draws, DRAWS)
         find_codec(self.compress)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from palsgd.checks import as_given
+
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: done,
     "cosine": lambda done: 0.5 - 0.5 * math.cos(math.pi * done),
@@ -85,7 +87,7 @@ def parse(name: str, text: str) -> Pieces | Course | QSR:
     if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
         forms = "a whole number, auto, 0:16,1000:64 or qsr:16:0.05"
         raise ValueError(
-            f"{name}={text} is no number and does not say how one changes; give "
+            f"{name}={as_given(text)} is no number and does not say how one changes; give "
             f"{forms if name == 'sync_every' else EXAMPLES} (steps from 0 on, each later than the "
             "one before)"
         )

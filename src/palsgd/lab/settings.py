@@ -12,6 +12,9 @@ from typing import Any
 from palsgd import references, registry
 from palsgd.checks import (
     LARGEST,
+    LONGEST_ROUND,
+    LONGEST_RUN,
+    as_given,
     as_number,
     below,
     check_choice,
@@ -297,19 +300,24 @@ TIMEOUT_S = 300.0  # of an exchange between workers, unless the command says oth
 _COUNT = (below(1), math.inf, "at least 1")
 _NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
 _POSITIVE = (0.0, math.inf, "a number > 0")
+_EPOCHS = (0.0, LONGEST_RUN, f"a number > 0, and below {LONGEST_RUN}")
 _SHARE = (below(0), 1.0, "in [0, 1)")
 _UP_TO_ONE = (below(0), math.nextafter(1.0, 2.0), "in [0, 1]")
 RANGES: dict[str, tuple[float, float, str]] = {
-    **dict.fromkeys(("workers", "ranks_per_worker", "steps", "batch_size"), _COUNT),
-    **dict.fromkeys(("micro_batches", "sync_every", "context", "schedule_every"), _COUNT),
+    **dict.fromkeys(("workers", "ranks_per_worker", "batch_size"), _COUNT),
+    **dict.fromkeys(("micro_batches", "context", "schedule_every"), _COUNT),
+    "steps": (below(1), LONGEST_RUN + 1, f"at least 1, and at most {LONGEST_RUN}"),
+    "sync_every": (below(1), LONGEST_ROUND + 1, f"at least 1, and at most {LONGEST_ROUND}"),
     **dict.fromkeys(("evaluate_every", "checkpoint_every", "fragments"), _COUNT),
     "delay": _NOT_NEGATIVE,
     **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "seed", "weight_decay"), _NOT_NEGATIVE),
     **dict.fromkeys(("lr", "outer_lr", "mix_rate"), _NOT_NEGATIVE),
     "target": (-math.inf, math.inf, "a finite number"),
     **dict.fromkeys(("mix_prob", "momentum", "outer_momentum"), _SHARE),
-    **dict.fromkeys(("epochs", "max_norm", "schedule_every_epochs", "margin"), _POSITIVE),
-    **dict.fromkeys(("lr_warmup_epochs", "outer_weight_decay"), _NOT_NEGATIVE),
+    **dict.fromkeys(("epochs", "schedule_every_epochs"), _EPOCHS),
+    **dict.fromkeys(("max_norm", "margin"), _POSITIVE),
+    "lr_warmup_epochs": (below(0), LONGEST_RUN, f"a number from 0 to {LONGEST_RUN}"),
+    "outer_weight_decay": _NOT_NEGATIVE,
     **dict.fromkeys(("pull", "schedule_factor"), _UP_TO_ONE),
 }
 FIELDS = {each.name: each for each in fields(Settings) if each.name != "method_settings"}
@@ -332,8 +340,8 @@ def check_sharding(text: str) -> float | None:
         found = math.nan
     if not 0 < found < math.inf:
         raise ValueError(
-            f"sharding={text[:60]} is unknown; use fixed, reshuffled or dirichlet:A with a number "
-            "A > 0 (small: few classes for each worker), such as dirichlet:0.3"
+            f"sharding={as_given(text)} is unknown; use fixed, reshuffled or dirichlet:A with a "
+            "number A > 0 (small: few classes for each worker), such as dirichlet:0.3"
         )
     return found
 
@@ -379,9 +387,8 @@ def parsed(name: str, value: Any) -> Any:
     try:
         return kind(value)
     except ValueError:
-        given = value if value.isprintable() and len(value) < 60 else in_error(value)
         raise ValueError(
-            f"{name}={given} is no {'whole number' if kind is int else 'number'}"
+            f"{name}={as_given(value)} is no {'whole number' if kind is int else 'number'}"
         ) from None
 
 
@@ -390,6 +397,13 @@ def _flag(name: str, text: str) -> bool:
     if text.lower() not in words:
         raise ValueError(f"{name}={in_error(text)} is neither true nor false; use {name}=true")
     return words[text.lower()]
+
+
+def check_kinds(values: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a value of another kind than its field's, as a file may have it."""
+    for name, kinds in _field_kinds().items():
+        if name in values:
+            _of_kind(name, values[name], kinds)
 
 
 def _of_kind(name: str, value: Any, kinds: tuple[type, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 import time
 import warnings
@@ -117,6 +118,8 @@ class Trainer:
             self.folder.write_lines(joined(first_ranks), "timeline")
             self._finish()
         dist.barrier()
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine may have a disk of its own
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
 
     def _after_exchange(self, event: Event) -> None:
         """Record, evaluate and save. A listener does this, as it is called at the same clocks on
@@ -260,7 +263,6 @@ class Trainer:
         self.folder.write_summary(
             summarize(self.folder.config(), lines, plain(self.opt.ledger.as_dict()))
         )
-        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -318,7 +320,7 @@ class Trainer:
             loaded = palsgd.checkpoint.load(
                 self.folder.checkpoints, self.net, self.opt, elastic=elastic
             )
-        state, worker = loaded.extra, self.rank // self.settings.ranks_per_worker
+        state, worker = _own_state_in(loaded), self.rank // self.settings.ranks_per_worker
         self._load_own_state(state, joins=loaded.source != worker)
         self._loop.changes = self._changes(state, loaded.workers)
         self._evaluated_at = self._saved_at = self.opt.clock
@@ -365,13 +367,23 @@ class Trainer:
 
     def _record_changes(self) -> None:
         """config.yaml with what the run is now, and with how it came to be."""
-        config = self._config()
-        if (self.folder.path / "config.yaml").exists():
-            config = {k: v for k, v in self.folder.config().items() if k != "changes"}
+        there = (self.folder.path / "config.yaml").exists()
+        before = self.folder.config() if there else self._config()
+        config = {name: value for name, value in before.items() if name != "changes"}
         config |= {name: getattr(self.settings, name) for name in ("workers", "batch_size")}
         if self._loop.changes:
             config["changes"] = [change.as_dict() for change in self._loop.changes]
-        self.folder.create(config)
+        if not there or config != before:
+            self.folder.create(config)
+
+
+def _own_state_in(loaded: palsgd.checkpoint.Loaded) -> dict[str, Any]:
+    """What `_own_state` gave to a checkpoint, unless a program of the user's has saved it."""
+    if not isinstance(loaded.extra, dict) or "changes" not in loaded.extra:
+        raise ValueError(
+            f"{loaded.path} was not saved by a run of the lab; move it away to go on from another"
+        )
+    return loaded.extra
 
 
 def run_config(

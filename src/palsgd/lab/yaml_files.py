@@ -8,7 +8,7 @@ and whatever is beyond the bounds of `palsgd.json_files`. Dates are texts.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -50,7 +50,7 @@ def yaml_text(value: Mapping[str, Any], *, width: int = 80) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 (as the class above has it)
         first: [each for each in resolvers if each[0] in _KINDS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

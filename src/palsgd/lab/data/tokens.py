@@ -115,7 +115,7 @@ def read(folder: Path, split: str) -> np.ndarray:
 def read_record(folder: Path, split: str) -> dict[str, Any]:
     """What was said of a split when it was encoded: its tokens, stories and sources."""
     path, fix = folder / f"{split}.json", "prepare it again"
-    found = {"stories": 0, "sources": []} | read_json_object(path, fix=fix)
+    found: dict[str, Any] = {"stories": 0, "sources": [], **read_json_object(path, fix=fix)}
     try:
         check_int("tokens", found.get("tokens"), least=1)
         check_int("stories", found["stories"])
