@@ -59,7 +59,7 @@ def choose(folder: Path, everyone: Everyone, *, elastic: bool) -> Choice:
         if problem is None:
             newer = [each.why for each in refused if each.step > offer["step"]]
             return attempt.choice(
-                "; ".join([*newer, f"{offer['name']} is loaded"]) if newer else ""
+                "; ".join([*newer, f"{offer['name']} is loaded"] if newer else [])
             )
         refused.append(problem)
     _refuse(folder, everyone, refused, old=any(each["old"] for each in ranks))
