@@ -42,7 +42,7 @@ from palsgd.methods.palsgd import PALSGDMethod
 from palsgd.schedule import StepPace
 
 WORKERS, P, LR, MARGIN = 3, 0.1, 3e-3, 0.01
-H, TIMED_H = 16, 32  # of the runs whose loss is measured, and of those whose seconds are
+H, TIMED_H = 16, 64  # of the runs whose loss is measured, and of those whose seconds are
 SLOWNESS = 3  # of the last worker's gradients
 SETTLED = (
     4  # the first round of a block that counts, if speeds are measured before; else the second
@@ -143,9 +143,13 @@ def timed(how: How, seconds: float, counted: int, seed: int) -> dict[str, float]
         computing += time.perf_counter() - now
         opt.step()
     passed = time.perf_counter() - began
+    # Each round's waiting is known at the next sync, so that of the last one is not.
+    rounds_ = [entry["waiting_s"] for entry in opt.ledger.history if entry["clock"] > first]
+    waited = [seconds for seconds in rounds_ if math.isfinite(seconds)]
     return {
         "step_s": passed / (steps - first),
         "idle": 1 - computing / passed,
+        "waited": sum(waited) / len(waited) * counted / passed if waited else math.nan,
         "speed": (opt.ledger.speeds or [{"speeds": [1.0] * WORKERS}])[-1]["speeds"][-1],
     }
 
@@ -193,6 +197,7 @@ def waiting_rows(blocks: list[dict[str, Any]], args: argparse.Namespace) -> list
                 "method": name,
                 "idle_of_fast": statistics.median(idle),
                 "idle_of_fast_range": [idle[0], idle[-1]],
+                "waited_of_fast": statistics.median(b["waited"] for b in fast),
                 "idle_of_slow": statistics.median(b["idle"] for b in slow),
                 "step_s": statistics.median(b["step_s"] for b in fast),
                 "gradients_s": statistics.median(b["step_s"] for b in fast) / args.gradient,
@@ -318,8 +323,8 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--gradient", type=float, default=0.15, help="seconds of a fast gradient")
-    parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="of a block that are counted")
+    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2, help="of a block that are counted")
     parser.add_argument("--time", type=int, default=432, help="of a run, in fast gradients")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)

@@ -46,4 +46,6 @@ def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str,
         "waiting_s": ledger.get("waiting_s") or None,
         "sync_s": ledger.get("sync_s") or None,
         **dict.fromkeys(COMPARED),
+        # with draws=paced: the speeds of all workers, which repeat the run as speeds=
+        **({"speeds": ledger["speeds"]} if ledger.get("speeds") else {}),
     }
