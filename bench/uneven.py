@@ -192,12 +192,13 @@ def waiting_rows(blocks: list[dict[str, Any]], args: argparse.Namespace) -> list
         fast = [b for b in blocks if b["method"] == name and b["rank"] < WORKERS - 1]
         slow = [b for b in blocks if b["method"] == name and b["rank"] == WORKERS - 1]
         idle = sorted(b["idle"] for b in fast)
+        syncs = all(math.isfinite(b["waited"]) for b in fast)  # the ledger of DDP knows none
         rows.append(
             {
                 "method": name,
                 "idle_of_fast": statistics.median(idle),
                 "idle_of_fast_range": [idle[0], idle[-1]],
-                "waited_of_fast": statistics.median(b["waited"] for b in fast),
+                "waited_of_fast": statistics.median(b["waited"] for b in fast) if syncs else None,
                 "idle_of_slow": statistics.median(b["idle"] for b in slow),
                 "step_s": statistics.median(b["step_s"] for b in fast),
                 "gradients_s": statistics.median(b["step_s"] for b in fast) / args.gradient,
