@@ -236,13 +236,12 @@ def quality() -> str:
 def uneven_waiting() -> str:
     found = record("uneven-2cores")
     rows = [
-        (row["method"], formatted(row["idle_of_fast"]),
-         " to ".join(map(formatted, row["idle_of_fast_range"])), formatted(row["idle_of_slow"]),
-         f"{row['gradients_s']:.2f}")
+        (row["method"], formatted(row["idle_of_fast"]), formatted(row["waited_of_fast"]),
+         formatted(row["idle_of_slow"]), f"{row['speed_of_slow']:g}", f"{row['gradients_s']:.2f}")
         for row in found["waiting"]
     ]  # fmt: skip
-    columns = ("method", "fast workers without work", "blocks from, to", "the slow worker",
-               "a step of the clock, in fast gradients")  # fmt: skip
+    columns = ("method", "fast workers without work", "of it waited", "the slow worker",
+               "its speed as settled", "a step of the clock, in fast gradients")  # fmt: skip
     return markdown(columns, rows)
 
 
@@ -271,8 +270,8 @@ def uneven_raised() -> str:
     return markdown(columns, rows)
 
 
-def formatted(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def formatted(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
 
 
 def _judged(row: Record) -> tuple[str, str]:
