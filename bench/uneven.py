@@ -4,13 +4,13 @@
 
 Seconds and losses are measured apart, as no loss depends on a link. Seconds come from three gloo
 processes whose gradients are sleeps, one of them three times as long; the methods take turns in
-blocks. The library measures the speeds there, and a block counts from the sixth round on, when they
-are settled. Losses come from the simulator with the same plans (speeds 1, 1 and 1/3): a small
-GPT-Neo on the stories of the lab, with AdamW, clipping and a cosine. Every method has equally much
-time: as many steps as the gradients of the slow worker allow, or, where nobody waits for it, those
-of the fast ones. Stated before the runs: the margin is 1% of the loss, over five paired seeds;
-nothing is tuned. A second table has what the raised learning rate of the slow worker does, at the
-ratios 3 and 10. `--phases times` (or losses, or raised) does one part and adds it to the record.
+blocks. The library measures the speeds there, and rounds count after they are settled. Losses come
+from the simulator with the same plans (speeds 1, 1 and 1/3): a small GPT-Neo on the stories of the
+lab, with AdamW, clipping and a cosine. Every method has equally much time: as many steps as the
+gradients of the slow worker allow, or, where nobody waits for it, those of the fast ones. Stated
+before the runs: the margin is 1% of the loss, over five paired seeds; nothing is tuned. A second
+table has what the raised learning rate of the slow worker does, at the ratios 3 and 10.
+`--phases times` (or losses, or raised) does one part and adds it to the record.
 """
 
 import argparse
@@ -42,9 +42,11 @@ from palsgd.methods.palsgd import PALSGDMethod
 from palsgd.schedule import StepPace
 
 WORKERS, P, LR, MARGIN = 3, 0.1, 3e-3, 0.01
-H, TIMED_H = 16, 32  # of the runs whose loss is measured, and of those whose seconds are
+H, TIMED_H = 16, 64  # of the runs whose loss is measured, and of those whose seconds are
 SLOWNESS = 3  # of the last worker's gradients
-SETTLED = 5  # the first round of a block that counts
+SETTLED = (
+    4  # the first round of a block that counts, if speeds are measured before; else the second
+)
 OUTER = palsgd.nesterov(0.7, 0.5)
 
 
@@ -121,15 +123,16 @@ RAISED = {
 # -- seconds ---------------------------------------------------------------------------------------
 
 
-def timed(how: How, seconds: float, block_rounds: int, seed: int) -> dict[str, float]:
-    """One block of one method: its seconds per step from the round SETTLED on, and the share of
-    them in which this worker computed no gradient."""
+def timed(how: How, seconds: float, counted: int, seed: int) -> dict[str, float]:
+    """One block of one method: the seconds of a step in the rounds that are counted, and the share
+    of them in which this worker computed no gradient."""
     torch.manual_seed(seed)
     model = SmallStories.model_of()
     inner = torch.optim.AdamW(model.parameters(), lr=LR)
     opt = how.build(model, inner, **how.rules(TIMED_H))
     noise = [torch.randn_like(p) for p in model.parameters()]
-    steps, first, began, computing = block_rounds * TIMED_H, SETTLED * TIMED_H, 0.0, 0.0
+    before = SETTLED if how.paced else 1
+    steps, first, began, computing = (before + counted) * TIMED_H, before * TIMED_H, 0.0, 0.0
     for _ in palsgd.until([0], opt, steps=steps):
         now = time.perf_counter()
         if not began and opt.clock >= first:
@@ -140,9 +143,13 @@ def timed(how: How, seconds: float, block_rounds: int, seed: int) -> dict[str, f
         computing += time.perf_counter() - now
         opt.step()
     passed = time.perf_counter() - began
+    # Each round's waiting is known at the next sync, so that of the last one is not.
+    rounds_ = [entry["waiting_s"] for entry in opt.ledger.history if entry["clock"] > first]
+    waited = [seconds for seconds in rounds_ if math.isfinite(seconds)]
     return {
         "step_s": passed / (steps - first),
         "idle": 1 - computing / passed,
+        "waited": sum(waited) / len(waited) * counted / passed if waited else math.nan,
         "speed": (opt.ledger.speeds or [{"speeds": [1.0] * WORKERS}])[-1]["speeds"][-1],
     }
 
@@ -185,11 +192,13 @@ def waiting_rows(blocks: list[dict[str, Any]], args: argparse.Namespace) -> list
         fast = [b for b in blocks if b["method"] == name and b["rank"] < WORKERS - 1]
         slow = [b for b in blocks if b["method"] == name and b["rank"] == WORKERS - 1]
         idle = sorted(b["idle"] for b in fast)
+        syncs = all(math.isfinite(b["waited"]) for b in fast)  # the ledger of DDP knows none
         rows.append(
             {
                 "method": name,
                 "idle_of_fast": statistics.median(idle),
                 "idle_of_fast_range": [idle[0], idle[-1]],
+                "waited_of_fast": statistics.median(b["waited"] for b in fast) if syncs else None,
                 "idle_of_slow": statistics.median(b["idle"] for b in slow),
                 "step_s": statistics.median(b["step_s"] for b in fast),
                 "gradients_s": statistics.median(b["step_s"] for b in fast) / args.gradient,
@@ -314,9 +323,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--gradient", type=float, default=0.03, help="seconds of a fast gradient")
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=10, help="of a block")
+    parser.add_argument("--gradient", type=float, default=0.15, help="seconds of a fast gradient")
+    parser.add_argument("--blocks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2, help="of a block that are counted")
     parser.add_argument("--time", type=int, default=432, help="of a run, in fast gradients")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)
@@ -327,7 +336,7 @@ def arguments() -> argparse.Namespace:
     add_record_options(parser)
     args = parser.parse_args()
     if args.tiny:
-        args.gradient, args.blocks, args.rounds, args.time = 0.001, 1, 6, 96
+        args.gradient, args.blocks, args.rounds, args.time = 0.001, 1, 1, 96
         args.batch, args.seeds, args.raised_seeds, args.evaluations, args.ratios = 1, 2, 2, 2, [3]
     return args
 

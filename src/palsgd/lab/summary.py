@@ -31,24 +31,23 @@ def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str,
         (max if config["higher_is_better"] else min)(known, key=lambda line: line["metric"]),
     )
     named = {name: config[name] for name in ("method", "workload", "workers", "seed", "simulated")}
-    changed = {"changes": config["changes"]} if config.get("changes") else {}
-    return (
-        named
-        | changed
-        | {
-            "final_loss": last["loss"],
-            "final_metric": last["metric"],
-            "best_loss": best["loss"],
-            "best_metric": best["metric"],
-            "best_step": best["step"],
-            "steps": last["step"],
-            "gradient_steps": last["gradient_steps"],
-            "syncs": last["syncs"],
-            "bytes_sent": last["bytes_sent"],
-            "wall_s": last["time_s"],
-            # None: not measured, as under DDP, whose exchanges overlap the backward pass
-            "waiting_s": ledger.get("waiting_s") or None,
-            "sync_s": ledger.get("sync_s") or None,
-            **dict.fromkeys(COMPARED),
-        }
-    )
+    # only where it was so: the changes of the number of workers, and with draws=paced their speeds,
+    # which repeat the run as speeds=
+    rare = {"changes": config.get("changes"), "speeds": ledger.get("speeds")}
+    return named | {
+        "final_loss": last["loss"],
+        "final_metric": last["metric"],
+        "best_loss": best["loss"],
+        "best_metric": best["metric"],
+        "best_step": best["step"],
+        "steps": last["step"],
+        "gradient_steps": last["gradient_steps"],
+        "syncs": last["syncs"],
+        "bytes_sent": last["bytes_sent"],
+        "wall_s": last["time_s"],
+        # None: not measured, as under DDP, whose exchanges overlap the backward pass
+        "waiting_s": ledger.get("waiting_s") or None,
+        "sync_s": ledger.get("sync_s") or None,
+        **dict.fromkeys(COMPARED),
+        **{name: value for name, value in rare.items() if value},
+    }
