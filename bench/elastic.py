@@ -41,6 +41,7 @@ class Order:
     seed: int
     width: int = 64
     elastic: bool = True
+    step_s: float = 0.0  # of sleep, as of a larger model
     every: int | None = None  # in every so many rounds a worker dies, each in its turn
 
     def dies_at(self, clock: int) -> int | None:
@@ -55,6 +56,17 @@ class Order:
 
 
 # -- a worker --------------------------------------------------------------------------------------
+
+
+def stand_by(pipe: Any) -> None:
+    """Import everything, which takes longer than many rounds, and wait for an order."""
+    load_digits()
+    order = pipe.recv()
+    try:
+        work(order, pipe)
+    except palsgd.SyncError:  # the run was over before it let this worker in
+        if order.every is None:
+            raise
 
 
 def work(order: Order, pipe: Any) -> None:
@@ -72,9 +84,11 @@ def work(order: Order, pipe: Any) -> None:
     own = torch.arange(opt.transport.worker, len(labels), order.workers)
     drawn = torch.Generator().manual_seed(order.seed * 1000 + opt.clock * 10 + order.number)
     for _ in palsgd.until([0], opt, steps=order.steps):
-        if dies_at is not None and opt.clock >= dies_at - 2:
+        full = opt.transport.workers == order.workers  # the last one that died has been replaced
+        if dies_at is not None and opt.clock >= dies_at - 2 and full:
             pipe.send(("dies", order.number, time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(order.step_s)
         batch = own[torch.randint(len(own), (32,), generator=drawn)]
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         start = time.perf_counter()
@@ -126,14 +140,25 @@ class Run:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._known = known | {"port": self._store.port}
         self._open: dict[Any, Any] = {}  # processes by their pipes
+        self._idle = [self._new() for _ in range(known["workers"] + 1)]
 
-    def start(self, number: int, **more: Any) -> None:
+    def _new(self) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe()
-        order = Order(number=number, **(self._known | more))
-        process = self._context.Process(target=work, args=(order, theirs), daemon=True)
+        process = self._context.Process(target=stand_by, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
-        self._open[ours] = process
+        return ours, process
+
+    def start(self, number: int) -> None:
+        """Give a number to a process that stands by, and start another one."""
+        pipe, process = self._idle.pop(0)
+        pipe.send(Order(number=number, **self._known))
+        self._open[pipe] = process
+        self._idle.append(self._new())
+
+    def close(self) -> None:
+        for _, process in self._idle:
+            process.kill()
 
     def said(self) -> Any:
         """What a worker says next; None when all have ended."""
@@ -167,6 +192,7 @@ def run(*, workers: int, every: int | None = None, **known: Any) -> dict[str, An
             ends.append(rest[0])
         elif rest[1]:  # a newcomer, which has waited for a sync
             waits.append(rest[2])
+    run.close()
     return {
         "loss": ends[0].loss,
         "deaths": len(deaths),
@@ -187,11 +213,12 @@ def next_sync(death: float, ends: list[End]) -> float:
 
 
 def kills(*, tiny: bool) -> dict[str, Any]:
-    workers, steps = (2, 20 * H) if tiny else (3, 250 * H)
-    found: dict[str, Any] = {"workers": workers, "steps": steps, "sync_every": H, "every": 6}
+    workers, rounds, every = (2, 20, 10) if tiny else (3, 150, 6)
+    known: dict[str, Any] = {"workers": workers, "steps": rounds * H, "step_s": 0.005}
+    found: dict[str, Any] = known | {"sync_every": H, "every": every}
     for seed in range(1 if tiny else 3):
-        known = {"workers": workers, "steps": steps, "seed": seed}
-        found[f"seed {seed}"] = {"undisturbed": run(**known), "killed": run(**known, every=6)}
+        undisturbed, killed = (run(seed=seed, every=each, **known) for each in (None, every))
+        found[f"seed {seed}"] = {"undisturbed": undisturbed, "killed": killed}
     seeds = [value for name, value in found.items() if name.startswith("seed")]
     after = [s for seed in seeds for s in seed["killed"]["next_sync_s"]]
     return found | {
