@@ -308,8 +308,10 @@ def checkpoint(name: str) -> str:
          *map(ratio, found["over_plain_write"][what]))
         for what in ("save", "load")
     ]  # fmt: skip
-    columns = ("what", "CPU time of a process", "over a sync on loopback", "over a plain write of its bytes",
-               "the same in CPU time")  # fmt: skip
+    columns = (
+        "what", "CPU time of a process", "over a sync on loopback",
+        "over a plain write of its bytes", "the same in CPU time",
+    )  # fmt: skip
     size = f"{found['bytes'] / 1e6:.0f} MB, {found['models']:.1f} fp32 models"
     return f"{place(found)}, tensors of {found['model']}, {size}\n\n{markdown(columns, rows)}"
 
