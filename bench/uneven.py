@@ -309,6 +309,8 @@ def loss_run(name: str, how: How, seed: int, slowness: int, result: Any) -> dict
 def loss_rows(runs: list[dict[str, Any]], opponent: str) -> list[dict[str, Any]]:
     """The final losses of each method, and how they differ from the opponent's, seed by seed."""
     by_method: dict[str, dict[int, float]] = {}
+    if not any(run["method"] == opponent for run in runs):
+        return []
     for run in runs:
         by_method.setdefault(run["method"], {})[run["seed"]] = run["loss"]
     rows = []
@@ -370,7 +372,7 @@ def arguments() -> argparse.Namespace:
 
 def runs_of(
     hows: dict[str, How], args: argparse.Namespace, slowness: int, record: dict[str, Any], key: str
-) -> list[dict[str, Any]]:
+) -> None:
     """All seeds of all methods, saved as they come."""
     torch.set_num_threads(1)
     found = record.setdefault(key, [])
@@ -383,44 +385,51 @@ def runs_of(
             print(f"{run['method']}, {slowness} x, seed {run['seed']}: {run['loss']:.4f}")
             found.append(run)
         keep(record, args.out)
-    return [run for run in found if run["slowness"] == slowness]
 
 
 def keep(record: dict[str, Any], out: Path | None) -> None:
-    """Write the record, beside the phases that earlier commands have written."""
+    """Write the record, beside the phases that earlier commands have written, and judge all runs
+    that it has."""
     if out is not None and out.is_file():
         before = json.loads(out.read_text())
-        record["untimed"] = before["untimed"] | record["untimed"]
-        record = before | record
+        record |= {name: value for name, value in before.items() if name not in record}
+        record["phases"] = before.get("phases", {}) | record["phases"]
+    runs, raised = record.get("runs", []), record.get("raised_runs", [])
+    record["losses"] = loss_rows(runs, "PALSGD")
+    record["against_weights"] = loss_rows(runs, "DiLoCo, steps and weights by speed")
+    record["raised"] = [
+        {"ratio": ratio, **row}
+        for ratio in sorted({run["slowness"] for run in raised})
+        for row in loss_rows([r for r in raised if r["slowness"] == ratio], next(iter(RAISED)))
+    ]
+    first = {run["method"]: run["gradients"] for run in runs if run["seed"] == 1}
+    record["untimed"] = {"gradients": first}
     save(record, out)
 
 
 def main() -> None:
     args = arguments()
+    made = provenance("cpu", tiny=args.tiny)
     record: dict[str, Any] = {
-        **provenance("cpu", tiny=args.tiny),
+        **made,
         "stated before": {"margin": MARGIN, "seeds": args.seeds}
         | {"seeds of the raised rate": args.raised_seeds, "slowness": SLOWNESS},
         "settings": {"workers": WORKERS, "sync_every": H, "mix_prob": P, "lr": LR}
         | {"sync_every of the timed runs": TIMED_H}
         | {name: getattr(args, name) for name in ("gradient", "blocks", "rounds", "time", "batch")},
-        "untimed": {},
+        "phases": {
+            phase: {"commit": made["commit"], "load": made["machine"]["load"]}
+            for phase in args.phases
+        },
     }
     if "times" in args.phases:
         record["waiting"] = waiting_rows(times(args), args)
         keep(record, args.out)
     if "losses" in args.phases:
-        runs = runs_of(HOW, args, SLOWNESS, record, "runs")
-        record["losses"] = loss_rows(runs, "PALSGD")
-        record["against_weights"] = loss_rows(runs, "DiLoCo, steps and weights by speed")
-        first = [run for run in runs if run["seed"] == 1]
-        record["untimed"]["gradients"] = {run["method"]: run["gradients"] for run in first}
+        runs_of(HOW, args, SLOWNESS, record, "runs")
     if "raised" in args.phases:
-        record["raised"] = []
         for ratio in args.ratios:
-            runs = runs_of(RAISED, args, ratio, record, "raised_runs")
-            rows = loss_rows(runs, next(iter(RAISED)))
-            record["raised"] += [{"ratio": ratio, **row} for row in rows]
+            runs_of(RAISED, args, ratio, record, "raised_runs")
     keep(record, args.out)
     for key in ("waiting", "losses", "against_weights", "raised"):
         for row in record.get(key, []):
