@@ -9,7 +9,7 @@ from the simulator with the same plans (speeds 1, 1 and 1/3): a small GPT-Neo on
 lab, with AdamW, clipping and a cosine. Every method has equally much time: as many steps as the
 gradients of the slow worker allow, or, where nobody waits for it, those of the fast ones. Stated
 before the runs: the margin is 1% of the loss, over five paired seeds; nothing is tuned. A second
-table has what the raised learning rate of the slow worker does, at the ratios 3 and 10.
+table has what the raised learning rate of the slow worker does if it is ten times slower.
 `--phases times` (or losses, or raised) does one part and adds it to the record.
 """
 
@@ -241,10 +241,14 @@ def factor(steps: int, clock: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (clock - rise) / (steps - rise))))
 
 
-def loss_run(how: How, args: argparse.Namespace, seed: int, slowness: int) -> dict[str, Any]:
-    """One simulated run of as many steps as the time allows, and its losses on the way."""
-    steps = max(H, round(args.time / how.fast_steps(slowness) / H) * H)
-    task = SmallStories(device="cpu", seed=seed)
+def steps_of(how: How, args: argparse.Namespace, slowness: int) -> int:
+    """As many steps of whole rounds as the time allows."""
+    return max(H, round(args.time / how.fast_steps(slowness) / H) * H)
+
+
+def run_of(how: How, args: argparse.Namespace, seed: int, slowness: int) -> dict[str, Any]:
+    """One run of palsgd.simulate_many."""
+    steps, task = steps_of(how, args, slowness), SmallStories(device="cpu", seed=seed)
     rules = how.rules(H, seed=seed)
     if how.paced:
         rules["speeds"] = [1.0] * (WORKERS - 1) + [1 / slowness]
@@ -260,18 +264,41 @@ def loss_run(how: How, args: argparse.Namespace, seed: int, slowness: int) -> di
             yield task.batch(worker=worker, workers=WORKERS, size=args.batch, index=index)
             index += 1
 
+    return {
+        "method": method,
+        "seed": seed,
+        "data": batches,
+        "evaluate": lambda model: task.score(task.totals(model))[0],
+    }
+
+
+def simulated(
+    hows: dict[str, How], args: argparse.Namespace, seeds: int, slowness: int
+) -> list[dict[str, Any]]:
+    """All seeds of some methods that have equally many steps, as one stacked program."""
+    (steps,) = {steps_of(how, args, slowness) for how in hows.values()}
+    jobs = [(name, seed) for name in hows for seed in range(1, seeds + 1)]
     marks = {round(steps * k / args.evaluations / H) * H for k in range(1, args.evaluations)}
-    result = palsgd.simulate(
-        workers=WORKERS, steps=steps, model=task.model, loss=task.loss, data=batches,
-        method=method, vectorize=True, seed=seed, progress=False,
-        evaluate=lambda model: task.score(task.totals(model))[0],
-        evaluate_every=lambda clock: clock in marks or clock >= steps,
+    task = SmallStories(device="cpu", seed=0)
+    results = palsgd.simulate_many(
+        [run_of(hows[name], args, seed, slowness) for name, seed in jobs],
+        workers=WORKERS, steps=steps, model=task.model, loss=task.loss, vectorize=True,
+        evaluate_every=lambda clock: clock in marks or clock >= steps, progress=False,
     )  # fmt: skip
+    return [
+        loss_run(name, hows[name], seed, slowness, result)
+        for (name, seed), result in zip(jobs, results, strict=True)
+    ]
+
+
+def loss_run(name: str, how: How, seed: int, slowness: int, result: Any) -> dict[str, Any]:
+    """The losses of a run, and when it had them, in gradients of a fast worker."""
     curve = [(line["clock"], line["metric"]) for line in result.history if "metric" in line]
     return {
+        "method": name,
         "seed": seed,
         "slowness": slowness,
-        "steps": steps,
+        "steps": curve[-1][0],
         "loss": curve[-1][1],
         "time": [clock * how.fast_steps(slowness) for clock, _ in curve],
         "losses": [loss for _, loss in curve],
@@ -282,6 +309,8 @@ def loss_run(how: How, args: argparse.Namespace, seed: int, slowness: int) -> di
 def loss_rows(runs: list[dict[str, Any]], opponent: str) -> list[dict[str, Any]]:
     """The final losses of each method, and how they differ from the opponent's, seed by seed."""
     by_method: dict[str, dict[int, float]] = {}
+    if not any(run["method"] == opponent for run in runs):
+        return []
     for run in runs:
         by_method.setdefault(run["method"], {})[run["seed"]] = run["loss"]
     rows = []
@@ -331,7 +360,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--raised-seeds", type=int, default=3, help="of the raised rate")
     parser.add_argument("--evaluations", type=int, default=6, help="of a run")
-    parser.add_argument("--ratios", type=int, nargs="*", default=[3, 10], help="of slowness there")
+    parser.add_argument("--ratios", type=int, nargs="*", default=[10], help="of slowness there")
     parser.add_argument("--phases", nargs="*", default=["times", "losses", "raised"])
     add_record_options(parser)
     args = parser.parse_args()
@@ -343,54 +372,64 @@ def arguments() -> argparse.Namespace:
 
 def runs_of(
     hows: dict[str, How], args: argparse.Namespace, slowness: int, record: dict[str, Any], key: str
-) -> list[dict[str, Any]]:
+) -> None:
     """All seeds of all methods, saved as they come."""
     torch.set_num_threads(1)
     found = record.setdefault(key, [])
-    for seed in range(1, (args.seeds if key == "runs" else args.raised_seeds) + 1):
-        for name, how in hows.items():
-            run = {"method": name, **loss_run(how, args, seed, slowness)}
-            print(f"{name}, ratio {slowness}, seed {seed}: {run['loss']:.4f}", flush=True)
+    seeds = args.seeds if key == "runs" else args.raised_seeds
+    alike: dict[int, dict[str, How]] = {}
+    for name, how in hows.items():
+        alike.setdefault(steps_of(how, args, slowness), {})[name] = how
+    for some in alike.values():
+        for run in simulated(some, args, seeds, slowness):
+            print(f"{run['method']}, {slowness} x, seed {run['seed']}: {run['loss']:.4f}")
             found.append(run)
-            keep(record, args.out)
-    return [run for run in found if run["slowness"] == slowness]
+        keep(record, args.out)
 
 
 def keep(record: dict[str, Any], out: Path | None) -> None:
-    """Write the record, beside the phases that earlier commands have written."""
+    """Write the record, beside the phases that earlier commands have written, and judge all runs
+    that it has."""
     if out is not None and out.is_file():
         before = json.loads(out.read_text())
-        record["untimed"] = before["untimed"] | record["untimed"]
-        record = before | record
+        record |= {name: value for name, value in before.items() if name not in record}
+        record["phases"] = before.get("phases", {}) | record["phases"]
+    runs, raised = record.get("runs", []), record.get("raised_runs", [])
+    record["losses"] = loss_rows(runs, "PALSGD")
+    record["against_weights"] = loss_rows(runs, "DiLoCo, steps and weights by speed")
+    record["raised"] = [
+        {"ratio": ratio, **row}
+        for ratio in sorted({run["slowness"] for run in raised})
+        for row in loss_rows([r for r in raised if r["slowness"] == ratio], next(iter(RAISED)))
+    ]
+    first = {run["method"]: run["gradients"] for run in runs if run["seed"] == 1}
+    record["untimed"] = {"gradients": first}
     save(record, out)
 
 
 def main() -> None:
     args = arguments()
+    made = provenance("cpu", tiny=args.tiny)
     record: dict[str, Any] = {
-        **provenance("cpu", tiny=args.tiny),
+        **made,
         "stated before": {"margin": MARGIN, "seeds": args.seeds}
         | {"seeds of the raised rate": args.raised_seeds, "slowness": SLOWNESS},
         "settings": {"workers": WORKERS, "sync_every": H, "mix_prob": P, "lr": LR}
         | {"sync_every of the timed runs": TIMED_H}
         | {name: getattr(args, name) for name in ("gradient", "blocks", "rounds", "time", "batch")},
-        "untimed": {},
+        "phases": {
+            phase: {"commit": made["commit"], "load": made["machine"]["load"]}
+            for phase in args.phases
+        },
     }
     if "times" in args.phases:
         record["waiting"] = waiting_rows(times(args), args)
         keep(record, args.out)
     if "losses" in args.phases:
-        runs = runs_of(HOW, args, SLOWNESS, record, "runs")
-        record["losses"] = loss_rows(runs, "PALSGD")
-        record["against_weights"] = loss_rows(runs, "DiLoCo, steps and weights by speed")
-        first = [run for run in runs if run["seed"] == 1]
-        record["untimed"]["gradients"] = {run["method"]: run["gradients"] for run in first}
+        runs_of(HOW, args, SLOWNESS, record, "runs")
     if "raised" in args.phases:
-        record["raised"] = []
         for ratio in args.ratios:
-            runs = runs_of(RAISED, args, ratio, record, "raised_runs")
-            rows = loss_rows(runs, next(iter(RAISED)))
-            record["raised"] += [{"ratio": ratio, **row} for row in rows]
+            runs_of(RAISED, args, ratio, record, "raised_runs")
     keep(record, args.out)
     for key in ("waiting", "losses", "against_weights", "raised"):
         for row in record.get(key, []):
