@@ -27,6 +27,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread 
 
 from faults.fault import KINDS, PAIRS, Fault
 
+_TWINS = {"launched": "lab", "elastic": ""}  # an elastic run has one for each round
+
 
 def main() -> None:
     given = _arguments()
@@ -43,6 +45,7 @@ def main() -> None:
         found = {"machine": machine(), "seconds": round(time.monotonic() - began, 1)}
         found |= {"command": sys.argv, "tally": tally, "kinds": by_kind(records), "faults": records}
         write(given.out, found)
+    gc.unfreeze()
     sys.exit(any(tally[name] for name in _bad()))
 
 
@@ -76,8 +79,9 @@ def _tried(faults: list[Fault], jobs: int) -> Iterator[dict[str, Any]]:
     preload()
     from faults.scenario import twin
 
-    for scenario in {"lab" if f.scenario == "launched" else f.scenario: None for f in faults}:
-        twin(scenario)
+    for scenario in dict.fromkeys(_TWINS.get(each.scenario, each.scenario) for each in faults):
+        if scenario:
+            twin(scenario)
     if jobs == 1:
         yield from map(_one, faults)
         return

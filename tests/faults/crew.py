@@ -46,26 +46,25 @@ class Ended:
     hung: bool  # were they ended from here, as their time was over?
 
 
-def start(
-    work: Callable[..., None], order: Any, workers: Sequence[int], *, networks: Sequence[str] = ()
-) -> list[Member]:
-    """Fork a process for each of the workers, which writes what it prints into the notes."""
+def start(order: Any, workers: Sequence[int], *, networks: Sequence[str] = ()) -> list[Member]:
+    """Fork a process for each of the workers, which calls `order.work`. What it prints is kept with
+    the notes."""
     found = []
     for worker in workers:
         inside = networks[worker] if networks else None
-        process = _FORK.Process(target=_begin, args=(work, order, worker, inside))
+        process = _FORK.Process(target=_begin, args=(order, worker, inside))
         process.start()
         found.append(Member(worker, process))
     return found
 
 
-def _begin(work: Callable[..., None], order: Any, worker: int, inside: str | None) -> None:
+def _begin(order: Any, worker: int, inside: str | None) -> None:
     for name, number in (("out", 1), ("err", 2)):
         file = os.open(order.notes / f"{worker}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     if inside is not None:
         enter_network(inside)
-    work(order, worker, 2)
+    order.work(worker)
 
 
 def wait(crew: list[Member], *, limit_s: float, when_stopped: Callable[[Member], None]) -> Ended:
@@ -85,9 +84,13 @@ def wait(crew: list[Member], *, limit_s: float, when_stopped: Callable[[Member],
             time.sleep(0.005)
         return _ended(crew, hung=False)
     finally:
-        for member in crew:
-            member.signal(signal.SIGKILL)
-            member.process.join()
+        end(crew)
+
+
+def end(crew: list[Member]) -> None:
+    for member in crew:
+        member.signal(signal.SIGKILL)
+        member.process.join()
 
 
 def _only_stopped_ones(crew: list[Member]) -> bool:

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 LIBRARY = ("plain", "compressed", "delayed", "fragmented", "paced")
+ELASTIC_WORKERS = 3  # the other scenarios have two
 # A fault comes at a gradient step that every worker takes; files are damaged when there are two
 # saves.
 STEPS, STEPS_OF_DAMAGE = (2, 28), (20, 28)
@@ -21,15 +22,19 @@ class Kind:
 
 
 KINDS = {
-    "kill": Kind("a worker is killed at any instant", (*LIBRARY, "lab", "launched")),
+    "kill": Kind("a worker is killed at any instant", (*LIBRARY, "lab", "launched", "elastic")),
     "kill all": Kind("all workers are killed within 30 ms", ("plain", "delayed", "lab")),
     "kill in a save": Kind(
         "a worker is killed before one of the file operations of a save",
         ("plain", "compressed", "delayed", "lab"),
     ),
     "cut a write": Kind("a worker is killed in the middle of writing a file", ("plain", "lab")),
-    "stop": Kind("a worker is stopped for a second or two", (*LIBRARY, "lab"), goes_on=True),
-    "stop for good": Kind("a worker never moves again", ("plain", "delayed", "fragmented", "lab")),
+    "stop": Kind(
+        "a worker is stopped for a second or two", (*LIBRARY, "lab", "elastic"), goes_on=True
+    ),
+    "stop for good": Kind(
+        "a worker never moves again", ("plain", "delayed", "fragmented", "lab", "elastic")
+    ),
     "terminate": Kind("a worker receives SIGTERM", ("plain", "delayed", "lab", "launched")),
     "truncate": Kind("a file of the newest save is cut", ("plain", "delayed", "lab")),
     "flip": Kind("a bit of the newest save flips", ("plain", "compressed", "paced", "lab")),
@@ -43,7 +48,7 @@ KINDS = {
     "out of memory, caught": Kind(
         "an allocation fails, and the step is tried again", ("plain", "paced"), goes_on=True
     ),
-    "other settings": Kind("a worker has another learning rate", ("plain", "compressed", "lab")),
+    "other settings": Kind("a worker has another learning rate", ("plain", "compressed", "paced")),
     "other code": Kind("a worker's model computes something else", ("plain", "delayed")),
     "second run": Kind("another run starts in the same folder", ("lab",), goes_on=True),
     "link down": Kind(
@@ -88,11 +93,13 @@ class Fault:
         kind, scenario = PAIRS[seed % len(PAIRS)]
         draw = random.Random(seed)
         step = draw.randint(*(STEPS_OF_DAMAGE if kind in DAMAGES else STEPS))
-        return cls(seed, kind, scenario, draw.randrange(2), step, draw.random())
+        victim = draw.randrange(ELASTIC_WORKERS if scenario == "elastic" else 2)
+        return cls(seed, kind, scenario, victim, step, draw.random())
 
     @property
     def goes_on(self) -> bool:
-        return KINDS[self.kind].goes_on
+        """Must the others, at least, come to their end by themselves?"""
+        return KINDS[self.kind].goes_on or self.scenario == "elastic"
 
     def __str__(self) -> str:
         return f"{self.seed}: {self.kind}, {self.scenario}, worker {self.victim}, step {self.step}"

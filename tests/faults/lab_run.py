@@ -35,24 +35,20 @@ class Order:
     resume: bool = False
     fault: Fault | None = None
 
-    def words(self, worker: int) -> list[str]:
-        other = ["lr=0.01"] if self.differs(worker) else []
+    def words(self) -> list[str]:
         flags = ["--out", str(self.folder), "--timeout", str(self.timeout_s)]
-        return [*WORDS, *other, *flags, *(["--resume"] if self.resume else [])]
+        return [*WORDS, *flags, *(["--resume"] if self.resume else [])]
 
-    def differs(self, worker: int) -> bool:
-        hit = self.fault is not None and self.fault.victim == worker
-        return hit and self.fault is not None and self.fault.kind == "other settings"
+    def work(self, worker: int) -> None:
+        _work(self, worker)
 
 
-def work(order: Order, worker: int, workers: int) -> None:
+def _work(order: Order, worker: int) -> None:
     from palsgd.__main__ import main
 
     notes = Notes(order.notes, worker)
-    os.environ |= _environment(order, worker, workers)
-    sys.argv = ["palsgd", *order.words(worker)]
-    if order.differs(worker):
-        notes.add("struck", step=0)
+    os.environ |= _environment(order, worker)
+    sys.argv = ["palsgd", *order.words()]
     _watch(order, worker, notes)
     try:
         main()
@@ -64,13 +60,13 @@ def work(order: Order, worker: int, workers: int) -> None:
     os._exit(code)
 
 
-def _environment(order: Order, worker: int, workers: int) -> dict[str, str]:
+def _environment(order: Order, worker: int) -> dict[str, str]:
     return {
         "TORCHELASTIC_RUN_ID": "faults",
         "RANK": str(worker),
         "LOCAL_RANK": str(worker),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(order.port),
         "GLOO_SOCKET_IFNAME": "lo",

@@ -67,15 +67,18 @@ class Order:
     def hits(self, kind: str, worker: int) -> bool:
         return self.fault is not None and (kind, worker) == (self.fault.kind, self.fault.victim)
 
+    def work(self, worker: int) -> None:
+        _work(self, worker)
 
-def work(order: Order, worker: int, workers: int) -> None:
+
+def _work(order: Order, worker: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = order.interface
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=order.store.as_uri(),
         rank=worker,
-        world_size=workers,
+        world_size=2,
         timeout=timedelta(seconds=order.timeout_s),
     )
     notes = Notes(order.notes, worker)
@@ -96,7 +99,7 @@ def _train(order: Order, worker: int, notes: Notes) -> None:
     palsgd.leave_on_sigterm(opt)
     for _ in palsgd.until([None], opt, steps=order.steps):
         step = opt.gradient_steps
-        _compute_gradient(model, worker, step, strike, order)
+        _disturbed_gradient(model, worker, step, strike, order)
         opt.step()
         opt.zero_grad()
         if opt.leaving:
@@ -109,7 +112,7 @@ def _train(order: Order, worker: int, notes: Notes) -> None:
         notes.add("saved", step=step_of(saved))
         notes.add("left")
         os._exit(143)
-    notes.add("done", digest=_digest(model, opt))
+    notes.add("done", digest=digest(model, opt))
 
 
 def _built(order: Order, worker: int, notes: Notes) -> tuple[Net, palsgd.LocalOptimizer]:
@@ -124,20 +127,24 @@ def _built(order: Order, worker: int, notes: Notes) -> tuple[Net, palsgd.LocalOp
     return model, palsgd.PALSGD(model, inner, **options)
 
 
-def _compute_gradient(model: Net, worker: int, step: int, strike: Strike, order: Order) -> None:
-    """On examples that depend on worker and step alone."""
+def gradient(model: Net, worker: int, step: int) -> None:
+    """Compute it, on examples that depend on worker and step alone."""
     draw = torch.Generator().manual_seed(1000 * step + worker)
     inputs = torch.randn(16, 8, generator=draw)
+    (model(inputs) - inputs[:, :4].sin()).square().mean().backward()
+
+
+def _disturbed_gradient(model: Net, worker: int, step: int, strike: Strike, order: Order) -> None:
     try:
         strike.before(step)
     except RuntimeError:
         if not order.hits("out of memory, caught", worker):
             raise
-    (model(inputs) - inputs[:, :4].sin()).square().mean().backward()
+    gradient(model, worker, step)
     strike.spoil(step, list(model.parameters()))
 
 
-def _digest(model: Net, opt: palsgd.LocalOptimizer) -> str:
+def digest(model: Net, opt: palsgd.LocalOptimizer) -> str:
     """Of the worker's own weights and of the global ones."""
     found = hashlib.sha256()
     for value in model.state_dict().values():

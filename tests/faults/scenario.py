@@ -19,7 +19,7 @@ from palsgd.lab.links import Link, Network
 from support.patience import patient
 
 TIMEOUT_S = 6.0  # of the process group
-_LIMIT_S = 60.0  # after which a run hangs
+LIMIT_S = 60.0  # after which a run hangs
 
 # What a worker may say when another one is lost, when its disk refuses, or when workers differ.
 CLEAN = ("SyncError", "NonFiniteError", "ConsensusError", "ValueError", "OSError")
@@ -58,16 +58,16 @@ class LibraryRuns:
         self.name = name
 
     def run(self, place: Path, fault: Fault | None = None, *, resume: bool = False) -> Run:
-        with _fresh(place) as (noted, store), _links(fault) as networks:
+        with fresh() as (noted, store), _links(fault) as networks:
             order = library_run.Order(
                 scenario=self.name, folder=self.saves(place), notes=noted, store=store,
                 timeout_s=patient(TIMEOUT_S), interface="eth0" if networks else "lo",
                 resume=resume, fault=fault,
             )  # fmt: skip
-            started = crew.start(library_run.work, order, range(2), networks=networks)
-            ended = crew.wait(started, limit_s=patient(_LIMIT_S), when_stopped=_waking(fault))
+            started = crew.start(order, range(2), networks=networks)
+            ended = crew.wait(started, limit_s=patient(LIMIT_S), when_stopped=waking(fault))
             lines = [notes.read(noted, worker) for worker in range(2)]
-            errors = [_last_words(noted, worker, lines[worker]) for worker in range(2)]
+            errors = [last_words(noted, worker, lines[worker]) for worker in range(2)]
         digests = [line["digest"] for found in lines for line in found if line["what"] == "done"]
         whole = len(digests) == 2 and not any(errors)
         return Run(ended, lines, errors, " ".join(digests) if whole else None)
@@ -84,14 +84,14 @@ class LabRuns:
 
     def run(self, place: Path, fault: Fault | None = None, *, resume: bool = False) -> Run:
         folder, again = place / "run", resume or (place / "run").exists()
-        with _fresh(place) as (noted, _):
+        with fresh() as (noted, _):
             order = lab_run.Order(
-                folder=folder, notes=noted, port=_free_port(), timeout_s=patient(TIMEOUT_S),
+                folder=folder, notes=noted, port=free_port(), timeout_s=patient(TIMEOUT_S),
                 resume=again, fault=fault,
             )  # fmt: skip
-            started = crew.start(lab_run.work, order, range(2))
-            wake = _waking(fault, functools.partial(self._second, place))
-            ended = crew.wait(started, limit_s=patient(_LIMIT_S), when_stopped=wake)
+            started = crew.start(order, range(2))
+            wake = waking(fault, functools.partial(self._second, place))
+            ended = crew.wait(started, limit_s=patient(LIMIT_S), when_stopped=wake)
             lines = [notes.read(noted, worker) for worker in range(2)]
             errors = [_printed(noted, worker, ended.codes[worker]) for worker in range(2)]
         whole = ended.codes == (0, 0)
@@ -110,14 +110,14 @@ class LabRuns:
 
     def _second(self, place: Path, member: Member) -> None:
         """Another command in the folder of a run that is under way must be refused in one line."""
-        with _fresh(place, "second") as (noted, _):
+        with fresh() as (noted, _):
             order = lab_run.Order(
-                folder=place / "run", notes=noted, port=_free_port(), timeout_s=patient(TIMEOUT_S),
+                folder=place / "run", notes=noted, port=free_port(), timeout_s=patient(TIMEOUT_S),
                 resume=True,
             )  # fmt: skip
             ended = crew.wait(
-                crew.start(lab_run.work, order, [0]),
-                limit_s=patient(_LIMIT_S),
+                crew.start(order, [0]),
+                limit_s=patient(LIMIT_S),
                 when_stopped=lambda member: None,
             )
             said = _printed(noted, 0, ended.codes[0])
@@ -146,9 +146,9 @@ def twin(scenario: str) -> str:
 
 
 @contextmanager
-def _fresh(place: Path, name: str = "attempt") -> Iterator[tuple[Path, Path]]:
-    """A folder for notes and a file for the store, outside of the place whose disk may be full."""
-    noted = Path(tempfile.mkdtemp(prefix=f"{name}-"))
+def fresh() -> Iterator[tuple[Path, Path]]:
+    """A folder for notes and a file for the store, on a disk that does not fill up."""
+    noted = Path(tempfile.mkdtemp(prefix="notes-"))
     try:
         yield noted, noted / "store"
     finally:
@@ -167,7 +167,7 @@ def _links(fault: Fault | None) -> Iterator[list[str]]:
         yield [network.namespace(worker) for worker in range(2)]
 
 
-def _waking(fault: Fault | None, second: Any = None) -> Any:
+def waking(fault: Fault | None, second: Any = None) -> Any:
     """What to do with a worker that has stopped itself."""
 
     def wake(member: Member) -> None:
@@ -183,7 +183,7 @@ def _waking(fault: Fault | None, second: Any = None) -> Any:
     return wake
 
 
-def _last_words(noted: Path, worker: int, lines: list[dict[str, Any]]) -> str:
+def last_words(noted: Path, worker: int, lines: list[dict[str, Any]]) -> str:
     if any(line["what"] == "left" for line in lines):
         return LEFT
     errors = [line for line in lines if line["what"] == "error"]
@@ -198,6 +198,6 @@ def _printed(noted: Path, worker: int, code: int | None) -> str:
     return "" if code == 0 else said or f"exit code {code}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -128,9 +128,7 @@ class Soak:
                 self._disturb(members, folder / "saves", deadline)
                 self._end(members)
             finally:
-                for member in members:
-                    member.signal(signal.SIGKILL)
-                    member.process.join()
+                crew.end(members)
             self._judge(noted, promised)
 
     def record(self) -> dict[str, Any]:
@@ -157,7 +155,7 @@ class Soak:
             scenario="soak", folder=folder / "saves", notes=noted, store=noted / "store",
             timeout_s=patient(TIMEOUT_S), resume=resume, steps=10**9, save_every=SAVE_EVERY,
         )  # fmt: skip
-        return crew.start(library_run.work, order, range(2))
+        return crew.start(order, range(2))
 
     def _disturb(self, members: list[Member], saves: Path, deadline: float) -> None:
         """Faults in turn, up to the first that ends a worker."""

@@ -24,6 +24,7 @@ _OPERATIONS = 14  # the file operations of a save, about
 _BYTES = 8_000  # fewer than a file of a save has
 _JUMP_S = 86_400.0
 _REMOUNT, _READ_ONLY = 32, 1  # the kernel's MS_REMOUNT and MS_RDONLY
+_FROM_THE_START = ("slow link", "lossy link")
 _OPERATION_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link")
 
 
@@ -36,13 +37,16 @@ class Strike:
         self._due = hit and fault is not None and fault.kind in _BEFORE_A_STEP
         self._spoils = hit and fault is not None and fault.kind == "nan"
         self._worker = worker
+        if hit and fault is not None and fault.kind in _FROM_THE_START:
+            notes.add("struck", step=0)
 
-    def before(self, step: int) -> None:
+    def before(self, step: int, **where: int) -> None:
+        """Let the fault come, if its step is reached; `where` is noted with it."""
         fault = self._fault
         if fault is None or not self._due or step < fault.step:
             return
         self._due = False
-        self._notes.add("struck", step=step)
+        self._notes.add("struck", step=step, **where)
         _BEFORE_A_STEP[fault.kind](self, fault)
 
     def spoil(self, step: int, params: list[torch.nn.Parameter]) -> None:
@@ -136,6 +140,7 @@ _BEFORE_A_STEP = {
     "clock jump": Strike._jump,
     "out of memory": Strike._run_out_of_memory,
     "out of memory, caught": Strike._run_out_of_memory,
+    "second run": Strike._stop,  # until the other one has ended
     "link down": Strike._cut_link,
     "link down for good": Strike._cut_link,
 }

@@ -42,7 +42,7 @@ END = [
     ("read-only disk", "plain"),
     ("nan", "fragmented"),
     ("out of memory", "plain"),
-    ("other settings", "lab"),
+    ("other settings", "plain"),
     ("other code", "plain"),
 ]
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from faults import elastic_trial
 from faults.damage import damage, newest, step_of
 from faults.fault import DAMAGES, Fault
 from faults.launched import launched
@@ -24,7 +25,7 @@ from support.patience import patient
 GOOD = ("survived", "clean error")
 BAD = ("steps lost", "hang", "wrong weights", "unclean error", "stopped", "unnoticed")
 _GRACE_S = 5.0
-_DISK = "size=400k"  # of the disk that fills up; a run's saves take a quarter of it
+_DISK = "size=8m"  # of the disk that fills up; saves take a fraction of it
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def tried(fault: Fault) -> Record:
         try:
             if fault.scenario == "launched":
                 found = launched(fault, place, twin("lab"))
+            elif fault.scenario == "elastic":
+                found = elastic_trial.judged(fault)
             else:
                 found = _Trial(fault, runs_of(fault.scenario), place).judged()
         except AssertionError as error:
