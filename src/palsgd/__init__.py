@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from palsgd.cluster import Cluster
     from palsgd.codecs import Codec
     from palsgd.errors import ConsensusError, NonFiniteError, SyncError
+    from palsgd.leaving import leave_on_sigterm
     from palsgd.ledger import Ledger
     from palsgd.loop import until
     from palsgd.method import Facts, Method, Part, Payload, Scalar
@@ -48,6 +49,7 @@ __all__ = [
     "Transport",
     "checkpoint",
     "events",
+    "leave_on_sigterm",
     "methods",
     "nesterov",
     "round_plan",
@@ -79,6 +81,7 @@ _MODULES = {
     "Scalar": "method",
     "SyncError": "errors",
     "Transport": "transports",
+    "leave_on_sigterm": "leaving",
     "nesterov": "outer",
     "round_plan": "schedule",
     "simulate": "simulator",

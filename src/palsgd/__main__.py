@@ -4,12 +4,6 @@ import sys
 
 from palsgd import interrupts
 
-# A worker process runs its parent's program first of all, under another name. Python leaves that
-# out for programs of packages, which it tells by their spec.
-__spec__ = None
-if "--multiprocessing-fork" in sys.orig_argv:
-    interrupts.leave_to_parent()
-
 
 def main() -> None:
     interrupts.install()

@@ -45,14 +45,18 @@ def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def program_settings(model: nn.Module) -> dict[str, Any]:
-    """The versions and the model's code, which are the same for all workers of one process."""
+def versions() -> str:
     palsgd: Any = import_module(__name__.partition(".")[0])
     release = torch.__version__.partition("+")[0]  # without the kind of build
     python = ".".join(map(str, sys.version_info[:2]))  # bytes of code differ between these
+    return f"palsgd {palsgd.__version__}, torch {release}, Python {python}"
+
+
+def program_settings(model: nn.Module) -> dict[str, Any]:
+    """The versions and the model's code, which are the same for all workers of one process."""
     model = unwrapped(model)
     return {
-        "versions": f"palsgd {palsgd.__version__}, torch {release}, Python {python}",
+        "versions": versions(),
         "the model": _PLACES.sub("", repr(model)),
         "the model's code": "\n".join(_code_lines(model)),
     }

@@ -7,6 +7,7 @@ from palsgd.anchor import Anchor
 from palsgd.auto_interval import AutoInterval
 from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
+from palsgd.checks import in_error
 from palsgd.events import Listeners
 from palsgd.guard import Guard
 from palsgd.inner import InnerStep
@@ -138,9 +139,10 @@ def _anchor(replica: Replica, fragments: int, *, offload: bool) -> Anchor:
 
 def _outer_optimizer(outer: OuterFactory, anchor: Anchor) -> Optimizer:
     if not callable(outer):
-        shown = f"an {type(outer).__name__} object" if isinstance(outer, Optimizer) else repr(outer)
+        is_one = isinstance(outer, Optimizer)
+        given = f"an {type(outer).__name__} object" if is_one else in_error(outer)
         raise ValueError(
-            f"outer={shown} is not a function that makes an optimizer from parameters; use "
+            f"outer={given} is not a function that makes an optimizer from parameters; use "
             "palsgd.nesterov(lr=0.7) or lambda params: torch.optim.SGD(params, lr=0.7)"
         )
     built = outer(anchor.params)

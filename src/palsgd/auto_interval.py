@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from palsgd.checks import check_int
+from palsgd.checks import as_number, check_int, in_error
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Auto:
     rounds: int = 4
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.share, (int, float)) and 0 < self.share < 1):
+        if not 0 < as_number(self.share) < 1:
             raise ValueError(
-                f"share={self.share!r} must be a number in (0, 1): the part of the time that may "
-                "go into communication"
+                f"share={in_error(self.share)} must be a number in (0, 1): the part of the time "
+                "that may go into communication"
             )
         check_int("least", self.least, least=1)
         check_int("rounds", self.rounds, least=2)
@@ -76,12 +76,14 @@ class Costs:
 
 def interval(sync_every: "int | str | Auto") -> tuple[int, Auto | None]:
     """The H of the first round and, if H is to be measured, the `Auto` that chooses the later H."""
-    if sync_every == "auto":
+    if isinstance(sync_every, str) and sync_every == "auto":
         sync_every = Auto()
     if isinstance(sync_every, Auto):
         return sync_every.least, sync_every
     if isinstance(sync_every, str):
-        raise ValueError(f"sync_every={sync_every!r} must be a whole number >= 1, or 'auto'")
+        raise ValueError(
+            f"sync_every={in_error(sync_every)} must be a whole number >= 1, or 'auto'"
+        )
     return sync_every, None
 
 

@@ -1,40 +1,234 @@
-"""Checkpoints in the format of torch.distributed.checkpoint: one folder per worker, whether the
-worker is sharded or not."""
+"""Checkpoints: what all workers need to go on bit for bit, as files that are whole or absent.
 
-import pickle
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+Every rank writes one file. When all have written, each disk gets a manifest, and the save its name.
+Workers may share a disk or have one each. Nothing in a checkpoint is code, and nothing is parsed
+before its checksum was compared.
+"""
+
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from palsgd import step_folders, stored_tree, tensor_files
+from palsgd.agreement import versions
+from palsgd.checks import check_int, warn
+from palsgd.everyone import Everyone
 from palsgd.optimizer import LocalOptimizer
+from palsgd.packing import compact
 from palsgd.replica import unwrapped
+from palsgd.saved_choice import Choice, choose
+from palsgd.scalars import plain
 from palsgd.sharding import is_sharded
+from palsgd.step_folders import SCHEMA, Saved, find
+from palsgd.tensor_files import SUFFIX
+
+__all__ = ["Loaded", "Saved", "find", "load", "save", "save_model"]
+
+_TEXT = "palsgd"  # the name of the text in a rank's file
 
 
-class Slot(NamedTuple):
-    """Stands for a tensor in a saved state, and says what to allocate to read the tensor back."""
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` has loaded.
 
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placements: Any  # of a sharded tensor; None for a plain one
+    Attributes:
+        path: the folder of the save.
+        clock: the steps that this worker has behind it.
+        older: was a newer save passed over?
+        why: the reason, in one line; empty if the newest was loaded.
+        workers: how many workers saved it.
+        source: the worker whose file this worker loaded: its own, except for one that joins.
+        extra: what this rank gave to `save`; that of the source, if this worker joins.
+    """
+
+    path: Path
+    clock: int
+    older: bool
+    why: str
+    workers: int
+    source: int
+    extra: Any = field(default=None, repr=False)
 
 
-def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
-    """Write this worker's model and optimizer; every rank calls it with the same folder.
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    opt: LocalOptimizer,
+    *,
+    keep: int = 2,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Save model and optimizer of all workers as a new folder in `folder`; every rank calls it.
 
-    Each worker has a folder of its own, as the models of the workers differ between syncs, although
-    their mesh calls the tensors replicas. The ranks of a worker write their shards into its folder.
+    The new folder appears when all ranks have written. Until then, and if anything fails, the saves
+    that are there stay as they are. Workers may share `folder` or have one each on disks of their
+    own.
+
+    Args:
+        folder: where the saves of this run lie.
+        model: the model that `opt` trains.
+        opt: the palsgd optimizer.
+        keep: so many saves are kept, and older ones removed.
+        extra: what else this rank wants to keep: a dict of numbers, texts, lists, dicts and
+            tensors, which `load` gives back to it.
+
+    Returns:
+        The new folder, `step-N`, where N is the clock of the worker that is ahead.
 
     Raises:
         RuntimeError: `opt.may_save` is False, so states that the workers save now could not be
             loaded together.
+        OSError: a worker could not write. It is raised on all of them, and names the worker.
+
+    Example:
+        >>> import tempfile, torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
+        >>> palsgd.checkpoint.save(tempfile.mkdtemp(), model, opt, extra={"best": 0.5}).name
+        'step-0'
     """
+    _check_may_save(opt)
+    keep, folder, everyone = check_int("keep", keep, least=1), Path(folder), Everyone(opt)
+    fails = "could not save, so nothing was added to the saves that are there"
+    found = everyone.do(lambda: _survey(folder, opt), fails=fails, at=folder)
+    plan = _Plan.of(folder, [each for ranks in found for each in ranks])
+
+    def undo() -> None:
+        for path in (plan.whole, plan.part):
+            step_folders.remove(path, plan.identity)
+
+    files = everyone.do(
+        lambda: _write(plan.part, model, opt, extra), fails=fails, at=plan.part, undo=undo
+    )
+    manifest = plan.manifest(opt, files)
+    leads = everyone.do(
+        lambda: _commit(plan, manifest, everyone.rank), fails=fails, at=plan.part, undo=undo
+    )
+    worker, rank = everyone.rank
+    if leads[worker][rank]:
+        step_folders.keep_newest(folder, keep, plan.identity)
+    return plan.whole
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    opt: LocalOptimizer,
+    *,
+    strict: bool = True,
+    elastic: bool = False,
+) -> Loaded:
+    """Read the newest save that is whole on all workers into a freshly built model and optimizer,
+    in place; every rank calls it. Nothing is deleted.
+
+    A save that is damaged, or missing on one of the disks, is passed over on all workers alike, and
+    a warning says so.
+
+    Args:
+        folder: what `save` was given, or one of the folders that it returned.
+        model: the model that `opt` trains.
+        opt: the palsgd optimizer.
+        strict: must the settings be those of the saved run? See `load_state_dict`.
+        elastic: may the number of workers be another one, or a worker have lost its disk? Such a
+            worker then goes on from the global model, with the inner state of the lowest worker
+            that was saved. The save must be one right after a sync.
+
+    Returns:
+        What was loaded: `path`, `clock`, whether an `older` save was taken and `why`, `workers`,
+        and the `extra` of this rank.
+
+    Raises:
+        ValueError: no save is whole, or it does not fit the model, the settings or the number of
+            workers.
+        OSError: a disk refuses to be read, and no older save is whole.
+
+    Example:
+        >>> import tempfile, torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
+        >>> folder = tempfile.mkdtemp()
+        >>> path = palsgd.checkpoint.save(folder, model, opt, extra={"best": 0.5})
+        >>> palsgd.checkpoint.load(folder, model, opt).extra
+        {'best': 0.5}
+    """
+    choice = choose(Path(folder), Everyone(opt), elastic=elastic)
+    for line in filter(None, (choice.passed, choice.said)):
+        warn(line)
+    contents = _contents(choice, opt)
+    try:
+        unwrapped(model).load_state_dict(contents["model"])
+    except RuntimeError as error:
+        lines = " ".join(str(error).split())
+        raise ValueError(f"{choice.path} is of another model: {lines}") from None
+    opt._load(contents["optimizer"], strict=strict, joining=choice.joining)
+    return Loaded(
+        choice.path,
+        opt.clock,
+        bool(choice.passed),
+        choice.passed,
+        choice.workers,
+        choice.source,
+        contents["extra"],
+    )
+
+
+@torch.no_grad()
+def save_model(folder: str | Path, opt: LocalOptimizer) -> Path:
+    """Write the global model alone, as `model.safetensors`, which needs no palsgd to be read.
+
+    Every worker that calls this writes the file, on its own disk or over an equal one. For a method
+    whose workers have no common anchor the global model takes a message, so all workers must call
+    this; all ranks of a worker must always.
+
+    Args:
+        folder: where the file lies.
+        opt: the palsgd optimizer.
+
+    Returns:
+        The file.
+
+    Example:
+        >>> import tempfile, torch, palsgd
+        >>> model = torch.nn.Linear(2, 1)
+        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
+        >>> palsgd.checkpoint.save_model(tempfile.mkdtemp(), opt).name
+        'model.safetensors'
+    """
+    path = Path(folder) / f"model{SUFFIX}"
+    with opt.anchor_weights():
+        state = unwrapped(opt.model).state_dict()
+        whole = {name: _whole(tensor) for name, tensor in state.items()}
+        if opt.transport.rank_inside == 0:
+            _write_model(path, whole, {"format": "pt", "clock": str(opt.clock)})
+    return path
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def _write_model(path: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
+    step_folders.make(path.parent)
+    part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
+    try:
+        tensor_files.write(part, tensors, texts)
+        os.replace(part, path)
+        step_folders.force(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# -- the stages of a save ----------------------------------------------------------------------
+
+
+def _check_may_save(opt: LocalOptimizer) -> None:
     # Workers that save right after a sync, each when it gets there, have the same syncs behind
     # them.
     if not (opt.may_save or opt.synced):
@@ -43,98 +237,111 @@ def save(folder: str | Path, model: nn.Module, opt: LocalOptimizer) -> None:
             f"{opt.gradient_steps} gradient steps some workers are before a sync and others behind "
             "it; save after an iteration at which opt.may_save is True"
         )
-    tensors: dict[str, Tensor] = {}
-    import torch.distributed.checkpoint as dcp  # takes seconds
 
-    with _quiet(), opt.training_state():
-        contents = {"model": unwrapped(model).state_dict(), "optimizer": opt.state_dict()}
-        # bytes are one leaf, which dcp does not flatten
-        skeleton = pickle.dumps(_take_out(contents, "", tensors))
-        dcp.save(
-            tensors | {_skeleton_key(opt): skeleton},
-            checkpoint_id=_place(folder, opt),
-            **_ranks(opt),
+
+def _survey(folder: Path, opt: LocalOptimizer) -> dict[str, Any]:
+    """What all ranks must know of each other's disks and clocks to agree on a name."""
+    step_folders.make(folder)
+    step_folders.remove_parts(folder)
+    found = find(folder)
+    return {
+        "clock": opt.clock,
+        "identity": os.urandom(8).hex(),
+        "names": [saved.path.name for saved in found],
+        "order": max((saved.manifest["order"] for saved in found if saved.manifest), default=0),
+    }
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all ranks have agreed on before they write."""
+
+    folder: Path
+    name: str
+    identity: str
+    order: int
+    step: int
+
+    @classmethod
+    def of(cls, folder: Path, found: list[dict[str, Any]]) -> "_Plan":
+        step = max(each["clock"] for each in found)
+        name = step_folders.free_name(step, {name for each in found for name in each["names"]})
+        order = 1 + max(each["order"] for each in found)
+        return cls(folder, name, found[0]["identity"], order, step)
+
+    @property
+    def whole(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def part(self) -> Path:
+        return step_folders.part_of(self.folder, self.name, self.identity)
+
+    def manifest(self, opt: LocalOptimizer, files: list[list[dict[str, Any]]]) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "versions": versions(),
+            "id": self.identity,
+            "order": self.order,
+            "step": self.step,
+            "workers": len(files),
+            "ranks": len(files[0]),
+            "at_stop": all(each["at_stop"] for ranks in files for each in ranks),
+            "settings": plain(opt.config),
+            "files": [each for ranks in files for each in ranks],
+        }
+
+
+def _write(part: Path, model: nn.Module, opt: LocalOptimizer, extra: Any) -> dict[str, Any]:
+    """Write the file of this rank. Returns its entry in the manifest."""
+    worker, rank = opt.transport.worker, opt.transport.rank_inside
+    path = part / f"worker-{worker}" / f"rank-{rank}{SUFFIX}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with opt.training_state():
+        tensors, text = stored_tree.taken_apart(
+            {
+                "model": unwrapped(model).state_dict(),
+                "optimizer": compact(opt.state_dict()),
+                "extra": extra,
+            }
         )
+        try:
+            written = tensor_files.write(path, tensors, {_TEXT: text})
+        except OSError as error:  # it does not know the path where the disk is full
+            raise OSError(error.errno, error.strerror, str(path)) from error
+    step_folders.force(path.parent)
+    return {
+        "file": str(path.relative_to(part)),
+        "worker": worker,
+        "rank": rank,
+        "clock": opt.clock,
+        "at_stop": opt._worker.at_stop,
+        **written._asdict(),
+    }
 
 
-def load(folder: str | Path, model: nn.Module, opt: LocalOptimizer, *, strict: bool = True) -> None:
-    """Read what `save` wrote into a freshly built model and optimizer, in place."""
-    place = _place(folder, opt)
-    if not (place / ".metadata").exists():
-        raise ValueError(
-            f"no checkpoint of worker {opt.transport.worker} at {place}; give the folder that "
-            "palsgd.checkpoint.save wrote, on a disk this worker can read"
+def _commit(plan: _Plan, manifest: dict[str, Any], mine: tuple[int, int]) -> bool:
+    """Give the save its name on this disk, if this is the lowest rank that writes to the disk.
+    Ranks that share a disk see each other's files, or none if the lowest has been faster. Returns
+    whether it is."""
+    here = [each for each in manifest["files"] if (plan.part / each["file"]).exists()]
+    leads = bool(here) and (here[0]["worker"], here[0]["rank"]) == mine
+    if leads:
+        step_folders.commit(
+            plan.part, plan.whole, manifest | {"here": [each["file"] for each in here]}
         )
-    import torch.distributed.checkpoint as dcp  # takes seconds
-
-    key = _skeleton_key(opt)
-    found: dict[str, Any] = {key: None}
-    tensors: dict[str, Tensor] = {}
-    with _quiet():
-        dcp.load(found, checkpoint_id=place, **_ranks(opt))
-        skeleton = pickle.loads(found[key])
-        contents = _put_back(skeleton, _mesh(opt), opt._worker.inner.replica.device, tensors)
-        dcp.load(tensors, checkpoint_id=place, **_ranks(opt))
-    unwrapped(model).load_state_dict(contents["model"])
-    opt.load_state_dict(contents["optimizer"], strict=strict)
+    return leads
 
 
-def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` with a Slot in place of each tensor, which goes into `tensors`."""
-    if isinstance(value, Tensor):
-        tensors[key] = value
-        placements = tuple(value.placements) if is_sharded(value) else None
-        return Slot(key, tuple(value.shape), value.dtype, placements)
-    if isinstance(value, dict):
-        return {k: _take_out(v, f"{key}/{k}", tensors) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_take_out(v, f"{key}/{i}", tensors) for i, v in enumerate(value)]
-    return value
+# -- the contents of a file --------------------------------------------------------------------
 
 
-def _put_back(value: Any, mesh: Any, device: torch.device, tensors: dict[str, Tensor]) -> Any:
-    """`value` with an empty tensor in place of each Slot, kept in `tensors` to be read into."""
-    if isinstance(value, Slot):
-        if value.placements is None:
-            tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-        else:
-            from torch.distributed.tensor import empty
-
-            tensor = empty(
-                value.shape, dtype=value.dtype, device_mesh=mesh, placements=value.placements
-            )
-        tensors[value.key] = tensor
-        return tensor
-    if isinstance(value, dict):
-        return {k: _put_back(v, mesh, device, tensors) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_put_back(v, mesh, device, tensors) for v in value]
-    return value
-
-
-def _place(folder: str | Path, opt: LocalOptimizer) -> Path:
-    return Path(folder) / f"worker-{opt.transport.worker}"
-
-
-def _mesh(opt: LocalOptimizer) -> Any:
-    return next((p.device_mesh for p in opt._worker.inner.replica.params if is_sharded(p)), None)
-
-
-def _skeleton_key(opt: LocalOptimizer) -> str:
-    """Each rank of a worker has its own skeleton, as each rank has its own ledger."""
-    return f"skeleton-{opt.transport.rank_inside}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's warnings that a worker of one rank saves alone and that a checkpoint is
-    overwritten. Both are intended."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-
-
-def _ranks(opt: LocalOptimizer) -> dict[str, Any]:
-    """The processes that write one folder: the ranks of this worker, or this process alone."""
-    inside = opt.transport.inside
-    return {"no_dist": True} if inside is None else {"process_group": inside}
+def _contents(choice: Choice, opt: LocalOptimizer) -> dict[str, Any]:
+    replica = opt._worker.inner.replica
+    mesh = next((p.device_mesh for p in replica.params if is_sharded(p)), None)
+    tensors, texts = tensor_files.parsed(choice.data, str(choice.path))
+    try:
+        found = stored_tree.put_together(tensors, texts[_TEXT], mesh, replica.device)
+        return {name: found[name] for name in ("model", "optimizer", "extra")}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{choice.path} is not what save() writes ({error!r})") from None

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from palsgd.checks import in_error
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -95,9 +97,9 @@ class Listeners:
 
     def on(self, kind: type[Event], listener: Callable[[Any], None]) -> Handle:
         if not (isinstance(kind, type) and issubclass(kind, Event)):
-            raise ValueError(f"{kind!r} is no event; use for instance palsgd.events.Synced")
+            raise ValueError(f"{in_error(kind)} is no event; use for instance palsgd.events.Synced")
         if not callable(listener):
-            raise ValueError(f"listener={listener!r} must be a function of the event")
+            raise ValueError(f"listener={in_error(listener)} must be a function of the event")
         listeners = self._by_kind.setdefault(kind, [])
         listeners.append(listener)
         return Handle(listeners, listener)

@@ -33,6 +33,7 @@ class WorkerReport:
     finite: bool = True  # is its local model finite?
     finished: bool = False  # has its training loop come to its end?
     idle: bool = False  # has it finished and taken no step since the last sync?
+    leaving: bool = False  # was it asked to leave?
     seconds: float = 0.0  # seconds of its last exchange, waiting included
     gradient: int = 0  # 32 bits of the first gradient of its local phase; 0: none to compare
     model: int = 0  # 32 bits of its local model; 0: equal to the anchor, or not compared
@@ -53,6 +54,7 @@ class Header:
 
     def encode(self, worker: int, mine: WorkerReport, like: Tensor) -> Tensor:
         flags = (not mine.finite) + 2 * mine.finished + 4 * (not mine.alike) + 8 * mine.idle
+        flags += 16 * mine.leaving
         flags += min(mine.buffer, _MOST_BUFFERS) << _BUFFER_SHIFT
         line = [*halves(mine.digest), flags, mine.seconds, *halves(mine.gradient)]
         line += [*halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
@@ -70,6 +72,7 @@ def _report(line: list[float]) -> WorkerReport:
         finished=bool(flags & 2),
         alike=not flags & 4,
         idle=bool(flags & 8),
+        leaving=bool(flags & 16),
         seconds=line[3],
         gradient=joined(*line[4:6]),
         model=joined(*line[6:8]),
@@ -99,6 +102,7 @@ class Guard:
         self.skip_nonfinite = skip_nonfinite
         self._buffers = buffers  # the names of those that are averaged
         self.finished = False  # is the sync that is sent the one of finish()?
+        self.leaving = False  # was this worker asked to leave?
         # Must no two workers compute the same?
         self.compares_work = not same_data and transport.workers > 1
         self.awaits_gradient = self.compares_work  # the next gradient is to be compared
@@ -121,8 +125,9 @@ class Guard:
         """This worker's report. If the worker has several ranks, all of them make the same
         report. `buffer` is the number of a buffer that is not finite; 0: none."""
         exact = [digest & _MASK, not finite or buffer > 0, self.gradient & _MASK, model & _MASK]
-        row = [*exact, buffer, meter.exchange_s, meter.sync_s, step_s]
-        digests, broken, gradients, models, numbers, *seconds = self._rows_inside(row, device)
+        row = [*exact, buffer, self.leaving, meter.exchange_s, meter.sync_s, step_s]
+        digests, broken, gradients, models, *others = self._rows_inside(row, device)
+        numbers, leaving, *seconds = others
         sharded = self._transport.sharded
         exchange_s, sync_s, step_s = map(max, seconds)
         return WorkerReport(
@@ -134,6 +139,7 @@ class Guard:
             steps=steps,
             finished=self.finished,
             idle=self.finished and idle,
+            leaving=any(leaving),
             sync_s=sync_s,
             step_s=step_s,
             alike=sharded or any(broken) or len(set(zip(digests, models, strict=True))) == 1,
@@ -201,6 +207,15 @@ class Verdict:
     def changes_nothing(self) -> bool:
         """Have all workers finished, and none taken a step since the last sync?"""
         return all(line.idle for line in self.reports)
+
+    @property
+    def leaving(self) -> bool:
+        """Was some worker asked to leave? Then all leave."""
+        return someone_leaves(self.reports)
+
+
+def someone_leaves(reports: list[WorkerReport]) -> bool:
+    return any(line.leaving for line in reports)
 
 
 def check_finished(reports: list[WorkerReport], where: str) -> None:

@@ -1,18 +1,22 @@
-"""Ctrl-C at any moment: one line, exit code 130, no traceback.
+"""How a process ends from outside: by Ctrl-C at any moment, by signals, and with its parent.
 
-Python raises KeyboardInterrupt wherever the program happens to be. In the first seconds that is
-inside an import, which turns it into a traceback or into an ImportError of a module that is half
-there. So the process ends at once, unless somebody awaits the exception and no import is under way.
+Ctrl-C is one line and exit code 130, no traceback. Python raises KeyboardInterrupt wherever the
+program happens to be. In the first seconds that is inside an import, which turns it into a
+traceback or into an ImportError of a module that is half there. So the process ends at once, unless
+somebody awaits the exception and no import is under way.
 """
 
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+# What ends a process beside Ctrl-C, unless it has a handler.
+ENDING = (signal.SIGTERM, signal.SIGHUP) if sys.platform != "win32" else (signal.SIGTERM,)
+
+_PR_SET_PDEATHSIG = 1  # of the kernel's prctl
 _awaited = False  # would somebody catch KeyboardInterrupt?
 
 
@@ -38,29 +42,24 @@ def awaited() -> Iterator[None]:
         _awaited = before
 
 
-@contextmanager
-def starting_children() -> Iterator[None]:
-    """Inside, processes are started with SIGINT blocked, so that it waits until the child calls
-    `leave_to_parent`; Python would print a traceback there meanwhile. Only the calling thread is
-    blocked, whose mask children inherit. Another one receives Ctrl-C for it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True).start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
-
-
 def leave_to_parent() -> None:
-    """In a child process: Ctrl-C, which reaches it too, ends it without a word."""
+    """In a worker process: Ctrl-C, which may reach it too, ends it without a word."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def end_with_parent() -> None:
+    """From now on the kernel ends this process when its parent ends, also if that is killed.
+    Otherwise the workers of a launcher that is killed train on. Only Linux can do this; elsewhere
+    nothing changes.
+
+    Example:
+        >>> from palsgd import interrupts
+        >>> interrupts.end_with_parent()
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -86,6 +86,6 @@ def check_names(
         )
     unknown = next((name for name in keywords if name not in known), None)
     if unknown is not None:
-        nearest = difflib.get_close_matches(unknown, sorted(known), n=1)
+        nearest = difflib.get_close_matches(unknown[:60], sorted(known), n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else f"it takes {', '.join(sorted(known))}"
         raise TypeError(f"{title} got an unexpected keyword {unknown!r}; {hint}")

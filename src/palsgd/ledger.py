@@ -6,6 +6,8 @@ from typing import Any
 
 from palsgd.units import size
 
+HISTORY = 1000  # entries that are kept, so that a ledger takes the same room after any number
+
 
 @dataclass
 class Ledger:
@@ -30,7 +32,9 @@ class Ledger:
         beta_min, beta_max: the range of the mixing weights so far.
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
-        history: one entry per sync.
+        history: one entry per sync, of the last 1,000 syncs.
+        forgotten: how many entries before those have been dropped. All totals count them.
+        worker_changes: the clocks at which training went on with another number of workers.
 
     Example:
         >>> import palsgd
@@ -55,8 +59,11 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
-    # one entry per sync; as many as there were, so it is not part of what print() shows
+    # one entry per sync; long, so it is not part of what print() shows
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    forgotten: int = field(default=0, repr=False)  # earlier entries, which are no longer in history
+    # clock, and the numbers of workers before and from then on
+    worker_changes: list[dict[str, int]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         """One screen: what was done, sent and waited for."""
@@ -74,8 +81,23 @@ class Ledger:
             lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
         if self.interval is not None:
             lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
-        lines.append(f"history    {len(self.history):,} syncs, in ledger.history")
+        if self.worker_changes:
+            clock, before, now = self.worker_changes[-1].values()
+            lines.append(f"workers    {now} since clock {clock:,}, {before} before")
+        kept = f"the last {len(self.history):,} of them " if self.forgotten else ""
+        lines.append(f"history    {self.recorded:,} syncs, {kept}in ledger.history")
         return "\n".join(lines)
+
+    @property
+    def recorded(self) -> int:
+        """The syncs so far, those of the warm-up left out."""
+        return self.forgotten + len(self.history)
+
+    def record(self, entry: dict[str, Any]) -> None:
+        """Add the entry of a sync to the history, and drop the oldest beyond its length."""
+        self.history.append(entry)
+        self.forgotten += len(self.history[:-HISTORY])
+        del self.history[:-HISTORY]
 
     @property
     def realised_p(self) -> float:
@@ -93,4 +115,7 @@ class Ledger:
         for name in (f.name for f in fields(self)):
             if name in saved:  # older states have fewer fields
                 setattr(self, name, saved[name])
-        self.history = [dict(entry) for entry in saved["history"]]
+        entries, self.history = self.history, []
+        for entry in entries:  # those of an older state may be more than are kept
+            self.record(dict(entry))
+        self.worker_changes = [dict(change) for change in self.worker_changes]

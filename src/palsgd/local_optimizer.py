@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from itertools import chain
@@ -41,7 +41,7 @@ from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
 from palsgd.options import checked_options
 from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
-from palsgd.packing import refuse_palsgd_state
+from palsgd.packing import check_form, refuse_palsgd_state
 from palsgd.position import Company
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
@@ -275,7 +275,7 @@ class LocalOptimizer(Optimizer):
             NonFiniteError: a model has inf or nan at a sync.
             SyncError: a peer could not be reached; the global model is unchanged.
         """
-        if self._showing_anchor or torch.is_inference_mode_enabled():
+        if self._showing_anchor or self._worker.leaving or torch.is_inference_mode_enabled():
             self._refuse_step()
         if self._worker.at.clock == 0 and only_initialises(self.inner):
             self.inner.step()
@@ -317,6 +317,11 @@ class LocalOptimizer(Optimizer):
             )
 
     def _refuse_step(self) -> NoReturn:
+        if self._worker.leaving:
+            raise RuntimeError(
+                f"step() after opt.leaving became True at clock {self.clock}, where all workers "
+                "stop; save and end the program, or go on with another palsgd.until()"
+            )
         if not self._showing_anchor:
             raise RuntimeError(
                 "step() inside torch.inference_mode(): what the inner optimizer makes there cannot "
@@ -349,6 +354,7 @@ class LocalOptimizer(Optimizer):
         """End training when the clock shows `steps`. The workers sync there, even within a
         round."""
         self.train()
+        self._worker.leaving = False  # a loop that goes on does so until the next sync
         self._look_ahead(min(steps - self.clock, AT_MOST))
         self._worker.end_at(steps)
         self._drive(self._worker.prepare())
@@ -401,6 +407,25 @@ class LocalOptimizer(Optimizer):
         """
         self.train()
         self._drive(self._worker.finish())
+
+    def leave(self) -> None:
+        """Ask all workers to end training at the same point, the next sync at which every worker
+        can know of it. `leaving` is True there. Any worker may call this, at any moment, also in
+        the handler of a signal; `palsgd.leave_on_sigterm` does so."""
+        self._worker.warmup.guard.leaving = True
+
+    @property
+    def leaving(self) -> bool:
+        """Was a worker asked to leave? It becomes True on all workers at the same clock, at a sync
+        or after a step of the warm-up, and ends a loop over `palsgd.until`. Then save, and leave:
+        a further `step()` is refused."""
+        alone = self.transport.workers == 1 and self._worker.warmup.guard.leaving
+        return self._worker.leaving or alone
+
+    def hear_leavers(self) -> None:
+        """Have a `DistributedDataParallel` that averages in the warm-up, and sends no header, ask
+        every few steps whether a worker was asked to leave. All workers must call this."""
+        self._worker.hears_leavers = True
 
     @property
     def unsynced_steps(self) -> int:
@@ -650,13 +675,25 @@ class LocalOptimizer(Optimizer):
         Raises:
             ValueError: the settings differ, or the state is of another model or release.
         """
+        self._load(state_dict, strict=strict)
+
+    def _load(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        strict: bool,
+        joining: Collection[int] | None = None,
+    ) -> None:
+        """`load_state_dict`. Given the workers that load another's state, also for another number
+        of workers."""
+        check_form(state_dict)
         state = dict(state_dict)  # a hook may replace entries of it
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state)
             state = state if changed is None else changed
         # The model is loaded beside this state, so what it held before eval() must not come back.
         self._evaluation, self._showing_anchor = None, False
-        load_state(self._parts(), state, strict=strict)
+        load_state(self._parts(), state, strict=strict, joining=joining)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

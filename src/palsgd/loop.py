@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from palsgd.checks import below, check_int, check_number, warn
+from palsgd.checks import below, check_int, check_number, in_error, warn
 from palsgd.feed import END
 from palsgd.optimizer import LocalOptimizer
 
@@ -22,7 +22,7 @@ def until(
 
     Every worker stops at the same clock, whatever its loader's length and however many of its steps
     were mixing steps, so none waits for a sync that another will not reach. If the end cuts a round
-    short, that round is synced there.
+    short, that round is synced there. It ends earlier if `opt.leaving`: a worker was asked to stop.
 
     A run may be given in stages: the next call with the same loader goes on where the last one
     stopped in it. `set_epoch` is called on the loader, its dataset and its samplers. A loader with
@@ -55,8 +55,14 @@ def until(
         (6, True)
     """
     opt = _palsgd_optimizer(opt)
+    listed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+    if not isinstance(loader, Iterable) and not listed:
+        raise ValueError(
+            f"loader={in_error(loader)} has no batches; give a DataLoader or a list of batches"
+        )
     if epochs is not None and steps is not None:
-        raise ValueError(f"steps={steps!r} and epochs={epochs!r} are both given; give one of them")
+        both = f"steps={in_error(steps)} and epochs={in_error(epochs)}"
+        raise ValueError(f"{both} are both given; give one of them")
     if epochs is None:
         steps = check_int("steps", steps)
     else:
@@ -85,7 +91,7 @@ def _batches(
         steps = _clock_after(opt, loader, epochs)
     _check_warmup(opt, steps)
     opt.run_until(steps)
-    while opt.clock < steps:
+    while opt.clock < steps and not opt.leaving:
         batch = opt._worker.feed.next(loader, opt._worker.at)
         if batch is END:
             raise ValueError(

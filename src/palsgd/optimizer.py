@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from palsgd import registry
 from palsgd.auto_interval import Auto
+from palsgd.checks import in_error
 from palsgd.keywords import documented, explained, joined, named
 from palsgd.local_optimizer import LocalOptimizer
 from palsgd.method import Method
 from palsgd.methods.palsgd import OfClock, PALSGDMethod
-from palsgd.options import NOTHING
+from palsgd.options import NOTHING, left_out
 from palsgd.outer import OuterFactory, nesterov, plain_average
 from palsgd.registry import Row
 
@@ -156,10 +157,10 @@ class DDP(LocalOptimizer):
 
     def __init__(self, model: nn.Module, inner: Optimizer | Sequence[Optimizer], **options: Any):
         for name in ("compress", "delay", "fragments", "blend", "outer_scheduler", "offload"):
-            nothing = NOTHING.get(name)
-            if options.get(name, nothing) not in (nothing, "none"):
+            given = options.get(name, NOTHING.get(name))
+            if not left_out(name, given) and not (isinstance(given, str) and given == "none"):
                 raise ValueError(
-                    f"{name}={options[name]!r} is about syncs, which DDP has none of; leave it "
+                    f"{name}={in_error(given)} is about syncs, which DDP has none of; leave it "
                     "out, or give torch's DistributedDataParallel a communication hook"
                 )
         super().__init__(model, inner, Method(), None, warmup_steps=math.inf, **options)

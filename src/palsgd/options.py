@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from palsgd.auto_interval import Auto, interval
-from palsgd.checks import below, check_choice, check_int, check_number
+from palsgd.checks import below, check_choice, check_flag, check_int, check_number, in_error
 from palsgd.codecs import Codec, find_codec
 from palsgd.method import Method
 from palsgd.schedule import DRAWS
@@ -111,7 +111,7 @@ def checked_options(
     """The options, or a ValueError that says which one is out of its range."""
     codec, (first, auto) = find_codec(compress), interval(sync_every)
     first = check_int("sync_every", first, least=1)
-    if warmup_steps != math.inf:
+    if not is_endless(warmup_steps):
         warmup_steps = check_int("warmup_steps", warmup_steps)
     for name in ("max_norm", "blend"):  # torch.load reads no NumPy numbers by default
         others[name] = None if others[name] is None else _plain(others[name])
@@ -128,7 +128,8 @@ def checked_options(
     )
     check_choice("draws", options.draws, DRAWS)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
-    _check_flag("offload", options.offload)
+    check_flag("offload", options.offload)
+    check_flag("same_data", options.same_data)
     _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
     if options.blend is not None:
         words = "a number in [0, 1]: the share of itself that a local model keeps at a sync"
@@ -175,6 +176,16 @@ NOTHING = {
 }  # what leaves an option out, where it is not None
 
 
+def is_endless(warmup_steps: Any) -> bool:
+    return isinstance(warmup_steps, float) and warmup_steps == math.inf
+
+
+def left_out(name: str, value: Any) -> bool:
+    """Is it what leaves the option out? Arrays and tensors are not asked whether they equal it."""
+    nothing = NOTHING.get(name)
+    return value is nothing or (isinstance(value, int) and value == nothing)
+
+
 def _plain(number: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number
 
@@ -183,10 +194,11 @@ def _checked_names(names: Any) -> tuple[str, ...] | None:
     """The names of `average_state` as a tuple."""
     if names is None:
         return None
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    listed = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not listed:
         raise ValueError(
-            f"average_state={names!r} must be names of the inner optimizer's tensors, such as "
-            "('z',)"
+            f"average_state={in_error(names)} must be names of the inner optimizer's tensors, "
+            "such as ('z',)"
         )
     return tuple(names)
 
@@ -197,19 +209,14 @@ def _check_positive(**values: float | None) -> None:
             check_number(name, value, "a number > 0", low=0.0)
 
 
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is neither True nor False; use {name}=True")
-
-
 def _check_refusals(method: Method, **options: Any) -> None:
     """Refuse the options that the method refuses, with its reason."""
     reasons = method.refusals()
     for name, value in options.items():
-        if value != NOTHING.get(name) and name in reasons:
-            shown = "..." if callable(value) else repr(getattr(value, "name", value))
+        if name in reasons and not left_out(name, value):
+            given = "..." if callable(value) else in_error(getattr(value, "name", value))
             raise ValueError(
-                f"{name}={shown} means nothing for {method}: {reasons[name]}; leave it out"
+                f"{name}={given} means nothing for {method}: {reasons[name]}; leave it out"
             )
 
 
@@ -241,8 +248,8 @@ def _check_names(method: Method) -> None:
 def _check_no_syncs(**options: Any) -> None:
     """Refuse the options of syncs for an optimizer whose warm-up never ends."""
     for name, value in options.items():
-        if value != NOTHING.get(name):
+        if not left_out(name, value):
             raise ValueError(
-                f"{name}={getattr(value, 'name', value)!r} is about syncs, and a warm-up that "
-                "never ends has none; leave it out, or give a number of warmup_steps"
+                f"{name}={in_error(getattr(value, 'name', value))} is about syncs, and a warm-up "
+                "that never ends has none; leave it out, or give a number of warmup_steps"
             )

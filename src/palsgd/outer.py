@@ -8,6 +8,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from palsgd.checks import below, check_number, in_error
+
 OuterFactory = Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 OuterScheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 
@@ -22,11 +24,16 @@ def nesterov(lr: float = 0.7, momentum: float = 0.5) -> OuterFactory:
     Returns:
         A function that makes the optimizer from the anchor's parameters, for `outer=`.
 
+    Raises:
+        ValueError: `lr` or `momentum` is no number >= 0.
+
     Example:
         >>> import torch, palsgd
         >>> palsgd.nesterov(lr=0.2)([torch.nn.Parameter(torch.zeros(2))]).defaults["lr"]
         0.2
     """
+    lr = check_number("lr", lr, "a number >= 0", low=below(0.0))
+    momentum = check_number("momentum", momentum, "a number >= 0", low=below(0.0))
     # torch refuses nesterov=True without momentum, where both kinds of momentum are plain SGD
     return lambda params: torch.optim.SGD(
         params, lr=lr, momentum=momentum, nesterov=momentum != 0, fused=True
@@ -51,8 +58,9 @@ def bound_scheduler(given: Any, outer: Optimizer) -> Any:
     bound = getattr(made, "optimizer", None)
     if not hasattr(made, "step"):
         raise ValueError(
-            f"outer_scheduler={given!r} gave {made!r}, which is no scheduler; give a function such "
-            "as lambda outer: torch.optim.lr_scheduler.CosineAnnealingLR(outer, T_max=100)"
+            f"outer_scheduler={in_error(given)} gave {in_error(made)}, which is no scheduler; give "
+            "a function such as "
+            "lambda outer: torch.optim.lr_scheduler.CosineAnnealingLR(outer, T_max=100)"
         )
     if bound is not None and bound is not outer:
         raise ValueError(

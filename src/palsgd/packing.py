@@ -41,14 +41,33 @@ def packed(fields: dict[str, Any], inner: dict[str, Any], replica: Replica) -> d
     return {**inner, "state": dict(ordered)}
 
 
+def check_form(state: Any) -> None:
+    """Refuse what is no state of an optimizer at all. Whose state it is, is checked when it is
+    loaded."""
+    state = state if isinstance(state, Mapping) else {}
+    groups = state.get("param_groups", [])
+    listed = isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
+        for group in groups
+    )
+    if not state or not listed or not isinstance(state.get("state", {}), Mapping):
+        raise ValueError(
+            "this is no state of an optimizer, which has `state` and `param_groups`; give what "
+            "state_dict() returned"
+        )
+
+
 def compact(state: Mapping[str, Any], *, inner: bool = True) -> dict[str, Any]:
-    """A state of plain tensors for a file that is read whole: without the room that its numbers
-    have to grow and, unless `inner`, without the tensors of the inner optimizer."""
+    """A state for a file of this rank that is read whole: without the room that its numbers have to
+    grow and, unless `inner`, without the tensors of the inner optimizer."""
     entries: dict[Any, Any] = {}
     for key, entry in state["state"].items():
+        if not isinstance(entry, Mapping):
+            entries[key] = entry
+            continue
         own = dict(entry.get(OWN, {}))
         if _SCALARS in own:
-            own[_SCALARS] = without_room(own[_SCALARS])
+            own[_SCALARS] = without_room(_own_row(own[_SCALARS], 0))
         entries[key] = {**(entry if inner else {}), OWN: own}
     return {**state, "state": entries}
 

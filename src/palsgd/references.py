@@ -70,6 +70,14 @@ def installed(group: str) -> "dict[str, EntryPoint]":
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
+def known(text: str) -> bool:
+    """Was the part found before, so that nothing is imported for it?"""
+    return text in _KNOWN
+
+
+_KNOWN: set[str] = set()
+
+
 def find(text: str, kind: Kind) -> Part:
     """The part that a reference, or the name of an entry point, stands for."""
     entry = None if is_reference(text) else installed(kind.group).get(text)
@@ -80,7 +88,9 @@ def find(text: str, kind: Kind) -> Part:
     module = _imported(place)
     name = name or _only(module, place, kind)
     value = _value(module, place, name, kind)
-    return Part(text if entry is not None else f"{place}:{name}", module, value)
+    part = Part(text if entry is not None else f"{place}:{name}", module, value)
+    _KNOWN.update((text, part.reference))
+    return part
 
 
 def sha256(text: str, kind: Kind) -> str | None:

@@ -20,7 +20,7 @@ _TAG = "palsgd type"  # the key of a dict that stands for a value that JSON does
 
 def encode(tree: Any, device: torch.device) -> Tensor:
     """The tree as bytes: the length of the text, the compressed text, and zeros."""
-    text = zlib.compress(json.dumps(_plain(tree)).encode())
+    text = zlib.compress(json.dumps(plain(tree)).encode())
     size = _LEAST
     while size < len(text) + 8:
         size *= 2
@@ -38,24 +38,25 @@ def without_room(encoded: Tensor) -> Tensor:
 def decode(encoded: Tensor) -> Any:
     filled = encoded.detach().cpu().to(torch.uint8).numpy().tobytes()
     length = int.from_bytes(filled[:8], "little")
-    return _restored(json.loads(zlib.decompress(filled[8 : 8 + length])))
+    return restored(json.loads(zlib.decompress(filled[8 : 8 + length])))
 
 
-def _plain(value: Any) -> Any:
-    """`value` in the types of JSON."""
+def plain(value: Any) -> Any:
+    """`value` in the types of JSON, from which `restored` makes it again."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, dict):
-        if not isinstance(value, Counter) and all(isinstance(key, str) for key in value):
-            return {key: _plain(each) for key, each in value.items()}
-        pairs = [[_plain(key), _plain(each)] for key, each in value.items()]
+        as_object = _TAG not in value and all(isinstance(key, str) for key in value)
+        if as_object and not isinstance(value, Counter):
+            return {key: plain(each) for key, each in value.items()}
+        pairs = [[plain(key), plain(each)] for key, each in value.items()]
         return {_TAG: "counter" if isinstance(value, Counter) else "dict", "items": pairs}
     if isinstance(value, (tuple, set)):
-        return {_TAG: type(value).__name__, "items": [_plain(each) for each in value]}
+        return {_TAG: type(value).__name__, "items": [plain(each) for each in value]}
     if isinstance(value, np.generic):
-        return _plain(value.item())
+        return plain(value.item())
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return {_TAG: "tensor", "dtype": kind, "items": value.detach().cpu().tolist()}
@@ -63,24 +64,24 @@ def _plain(value: Any) -> Any:
         return {_TAG: "dtype", "items": str(value).removeprefix("torch.")}
     raise ValueError(
         f"the state has a {type(value).__name__}, which cannot be saved; use numbers, texts, lists "
-        "and tensors in the groups of the outer optimizer and in the scheduler's state"
+        "and tensors in the groups of the outer optimizer, in the scheduler's state and in extra"
     )
 
 
-def _restored(value: Any) -> Any:
+def restored(value: Any) -> Any:
     if isinstance(value, list):
-        return [_restored(each) for each in value]
+        return [restored(each) for each in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _restored(each) for key, each in value.items()}
+        return {key: restored(each) for key, each in value.items()}
     kind, items = value[_TAG], value["items"]
     if kind == "tensor":
         return torch.tensor(items, dtype=getattr(torch, value["dtype"]))
     if kind == "dtype":
         return getattr(torch, items)
     make: Any = {"dict": dict, "counter": _counter, "tuple": tuple, "set": set}[kind]
-    return make(_restored(items))
+    return make(restored(items))
 
 
 def _counter(pairs: list[Any]) -> Counter:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from palsgd.checks import check_choice, check_int, check_mix_prob
+from palsgd.checks import check_choice, check_int, check_mix_prob, in_error
 
 DRAWS = ("balanced", "independent", "shared")
 
@@ -62,8 +62,8 @@ def round_plan(
     check_choice("draws", draws, DRAWS)
     if speeds is not None:
         raise ValueError(
-            f"speeds={speeds!r} has no meaning with draws={draws!r}, under which workers of any "
-            "speed mix alike; leave it out"
+            f"speeds={in_error(speeds)} has no meaning with draws={draws!r}, under which workers "
+            "of any speed mix alike; leave it out"
         )
     bounds = list(pairwise([0, *check_stops(stops, steps), steps]))
     if mix_prob == 0:
@@ -94,8 +94,8 @@ def check_stops(stops: Sequence[int], steps: int) -> list[int]:
         found = [steps]
     if any(stop >= later for stop, later in pairwise([*found, steps])):
         raise ValueError(
-            f"stops={stops!r} must be whole numbers between 0 and sync_every={steps}, each larger "
-            "than the one before; use those of the fragments and the delay, or () for none"
+            f"stops={in_error(stops)} must be whole numbers between 0 and sync_every={steps}, each "
+            "larger than the one before; use those of the fragments and the delay, or () for none"
         )
     return found
 

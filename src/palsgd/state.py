@@ -6,7 +6,7 @@ that read the field from an optimizer and set it. Draws need no state, as plans 
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -57,7 +57,15 @@ def save_state(of: Parts) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_state(of: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
+def load_state(
+    of: Parts,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    joining: Collection[int] | None = None,
+) -> None:
+    """Given `joining`, the workers that load another's state, their number may be another one. All
+    of them must be at one clock then."""
     saved, inner = _fields(of, state)
     await_pending(of)
     if saved is None:
@@ -66,12 +74,14 @@ def load_state(of: Parts, state: Mapping[str, Any], *, strict: bool) -> None:
         of.worker.resumed()
         return
     number = saved["worker"]["number"]
-    load = Loading(strict, saved["config"], of.config, number == of.transport.worker)
+    load = Loading(strict, saved["config"], of.config, number == of.transport.worker, joining)
     _check_config(load)
     _check_names(of, saved["parameters"])
     load_inner(of, inner, load)
     for entry in SCHEMA:
         entry.load(of, saved[entry.name], load)
+    if joining is not None:
+        _change_workers(of, joining, load)
     if not load.own:
         _go_on_from_anchor(of, number, load)
     if load.dropped:
@@ -126,10 +136,11 @@ def _check_schema(saved: dict[str, Any]) -> None:
 
 def _check_config(load: Loading) -> None:
     saved, mine = load.saved, load.mine
+    free = () if load.joining is None else ("workers",)
     differing = [
         f"{name}: saved {saved.get(name)!r}, here {mine.get(name)!r}"
         for name in mine | saved
-        if mine.get(name) != saved.get(name)
+        if mine.get(name) != saved.get(name) and name not in free
     ]
     if load.strict and differing:
         raise ValueError(
@@ -149,18 +160,32 @@ def _go_on_from_anchor(of: Parts, number: int, load: Loading) -> None:
     worker, syncer = of.worker, of.syncer
     if syncer is None or not worker.at.has_anchor:
         return  # in the warm-up all workers hold the same
-    syncer.anchor.copy_to_local()
-    syncer.states.reset_local()
+    syncer.join(worker.schedule.round_of(worker.at.clock))
     syncer.residues = {}
     if syncer.pending is not None:
         part = syncer.anchor.part(syncer.pending.at.fragment)
         syncer.pending.local_when_sent = part.clone()
+    if load.joining is not None:
+        return  # whoever loads a checkpoint says it for all workers
     warnings.warn(
         f"worker {of.transport.worker} loads the state of worker {number}: it goes on from the "
         f"global model, with worker {number}'s inner state; to resume bit for bit, save and load "
         "each worker's own state (palsgd.checkpoint does)",
         stacklevel=4,
     )
+
+
+def _change_workers(of: Parts, joining: Collection[int], load: Loading) -> None:
+    """Note another number of workers. Those that join have the gradient steps of the worker whose
+    state they load, the lowest of the others."""
+    at, before, now = of.worker.at, load.saved["workers"], load.mine["workers"]
+    if at.steps_of_all:
+        source = next(k for k in range(now) if k not in joining)
+        known = at.steps_of_all
+        at.steps_of_all = [known[source if k in joining else k] for k in range(now)]
+    if before != now:
+        change = {"clock": at.clock, "before": before, "workers": now}
+        of.worker.ledger.worker_changes.append(change)
 
 
 def _check_names(of: Parts, saved: list[str] | None) -> None:

@@ -1,6 +1,6 @@
 """What a saved state is read from and loaded into, and tensors of it that are like the model's."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Loading:
     saved: dict[str, Any]  # the settings under which the state was saved
     mine: dict[str, Any]  # the settings of the optimizer that loads it
     own: bool  # did this worker save the state?
+    # If the number of workers may be another one: the workers that load another's state.
+    joining: Collection[int] | None = None
     dropped: list[str] = field(default_factory=list)  # what the state has and this run cannot use
     leaves_rounds: bool = False  # does it lead from the local phase back into the warm-up?
 

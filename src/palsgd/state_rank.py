@@ -241,7 +241,8 @@ def _spread(of: Parts, fragment: int, flat: Tensor | None) -> ModelLike | None:
 def _gathered_up(syncer: Syncer, fragment: int, saved: Any) -> Tensor | None:
     """The inverse of `_spread`. Release 0.1.0 saved the flat elements."""
     if saved is None or isinstance(saved, Tensor):
-        return None if saved is None else saved.clone()
+        device = syncer.memory.template.device
+        return None if saved is None else saved.to(device, copy=True)
     spread = scratch(syncer, next(iter(saved.values())).dtype)
     load_model_like(syncer.replica, spread, saved)
     return spread.part(fragment).clone()
@@ -271,7 +272,7 @@ def _message(of: Parts, fragment: int, saved: dict[str, Any]) -> Message:
         divisor=saved.get("divisor", 1),
         gather=saved["gather"],
         arrived_gathered=saved.get("gathered", False),
-        rows=None if rows is None else rows.clone(),
+        rows=None if rows is None else rows.to(values.device, copy=True),
     )
 
 

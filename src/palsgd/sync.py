@@ -649,14 +649,18 @@ class Syncer:
         low = self.anchor.ranges[fragment].start
         Bucket(self.replica.layout, low, shift).add(self.replica.local())
 
-    def _start_over(self, round: int) -> None:
-        """Set all fragments of the local model of a worker that was not finite to the global
-        model."""
+    def join(self, round: int) -> None:
+        """Set all fragments of the local model to the global model, and the method's local states
+        to those of a newcomer."""
         self.anchor.copy_to_local()
         self.states.reset_local()
         w = self.view.whole(round=round)
         self.method.join(w)
         self.states.keep_scalars(w)
+
+    def _start_over(self, round: int) -> None:
+        """Have a worker that was not finite go on from the global model."""
+        self.join(round)
         forget_nonfinite(self.inner)
         if self.averaged is not None:
             self.averaged.copy_to_local()

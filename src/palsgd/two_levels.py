@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from palsgd.checks import check_int
+from palsgd.process_groups import backends_of, take_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +67,10 @@ def worker_groups(ranks_per_worker: int) -> "DeviceMesh":
 
     shape = (ranks // ranks_per_worker, ranks_per_worker)
     mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=("workers", "inside"))
-    _INSIDE[mesh["workers"].get_group()] = mesh["inside"].get_group()
+    workers, inside = (mesh[axis].get_group() for axis in ("workers", "inside"))
+    for group in (workers, inside):
+        take_timeout(group)
+    _INSIDE[workers] = inside
     return mesh
 
 
@@ -86,6 +90,6 @@ def is_inside(group: ProcessGroup | None) -> bool:
 def _device_type() -> str:
     """The accelerator, if the default group has a backend that is made for it; else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    backends = backends_of(None)
     made_for_it = accelerator is not None and backends.get(accelerator.type) not in (None, "gloo")
     return accelerator.type if accelerator is not None and made_for_it else "cpu"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from palsgd.checks import below, check_number
+from palsgd.checks import below, check_number, in_error
 
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
@@ -22,7 +22,7 @@ def rate(name: str, value: float | str) -> float:
         match = re.fullmatch(_NUMBER + r"([kmgtKMGT]?)(bit|Bit|BIT|b|B)(?:/s)?", value.strip())
         if match is None:
             raise ValueError(
-                f"{name}={value!r} is no rate; write for instance '100mbit' or '25GB/s'"
+                f"{name}={in_error(value)} is no rate; write for instance '100mbit' or '25GB/s'"
             )
         number, prefix, unit = match.groups()
         found = float(number) * _PREFIX[prefix.lower()] * (8 if unit == "B" else 1)
@@ -68,5 +68,5 @@ def _scaled(name: str, value: float | str, units: Mapping[str, float], what: str
         return value
     match = re.fullmatch(_NUMBER + r"([a-zA-Z]*)", value.strip())
     if match is None or match[2] not in units:
-        raise ValueError(f"{name}={value!r} is no {what}")
+        raise ValueError(f"{name}={in_error(value)} is no {what}")
     return float(match[1]) * units[match[2]]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from palsgd.buffers import Buffers
+from palsgd.checks import in_error
 from palsgd.digest import chained, digest
 from palsgd.finite import all_finite
 from palsgd.flat import Buckets
@@ -22,6 +23,8 @@ from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message, Transport
 from palsgd.untrained import Untrained
 from palsgd.wrapped import Wrapped, gradient_bytes
+
+Exchange = Generator[Request, int, None]
 
 
 class GradientSync(Protocol):
@@ -107,6 +110,11 @@ def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
 
 def check_attachable(model: nn.Module, replica: Replica) -> None:
     """Raise unless `model` is made of the parameters that the optimizer trains."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"attach() got {in_error(model)}, which is no model; give the wrapped form of the "
+            "model that the optimizer was built with"
+        )
     if _is_sharded_module(model):
         raise ValueError(
             "attach() is for DistributedDataParallel; a model that FSDP shards needs none, as the "
@@ -156,6 +164,7 @@ class Warmup:
         self._replica, self.memory, self.guard = replica, memory, guard
         self.buffers, self._meter = buffers, meter
         self.compared = False  # have the workers compared their initial models?
+        self.leaving = False  # was some worker asked to leave, by the last message?
 
     @property
     def template(self) -> Tensor:
@@ -193,7 +202,7 @@ class Warmup:
                 shares, header, untrained, *means = tail.split(sizes)
                 verdict = self.guard.check_step(header, self._where(clock))
                 self.untrained.check(untrained, self._where(clock))
-                self.compared = True
+                self.compared, self.leaving = True, verdict.leaving
                 self._set_buffers(torch.cat([like, *means]), verdict)
                 if verdict.contributors < workers:
                     return False
@@ -259,15 +268,21 @@ class Warmup:
     def may_step(self, clock: int) -> bool:
         """May the step be taken with gradients that backward() has averaged? They are the same on
         all workers, so no message is needed."""
-        report = self.guard.report(
-            0,
-            finite=all_finite(self._gradient()),
-            meter=self._meter,
-            device=self._replica.device,
-        )
+        report = self._report_alone(finite=all_finite(self._gradient()))
         if not report.finite and not self.guard.skip_nonfinite:
             raise nonfinite_step("the averaged gradient of all workers", self._where(clock))
         return report.finite
+
+    def hear_leavers(self) -> Exchange:
+        """Ask all workers whether one of them was asked to leave. backward() sends no header that
+        could say so. The message is not in the ledger, whose figures are those of the training."""
+        values = self.template.new_tensor([float(self._report_alone().leaving)])
+        yield Message(values)
+        self.leaving = values.item() > 0
+
+    def _report_alone(self, *, finite: bool = True) -> WorkerReport:
+        """A report that is not sent to other workers."""
+        return self.guard.report(0, finite=finite, meter=self._meter, device=self._replica.device)
 
     def open_local_phase(
         self, report: WorkerReport, clock: int, count: Callable[[int], None]

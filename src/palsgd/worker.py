@@ -7,7 +7,6 @@ syncer what a sync does.
 """
 
 import math
-from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from palsgd.auto_interval import AutoInterval
 from palsgd.digest import chained
 from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
 from palsgd.feed import Feed
-from palsgd.guard import WorkerReport, costs
+from palsgd.guard import WorkerReport, costs, someone_leaves
 from palsgd.inner import InnerStep
 from palsgd.ledger import Ledger
 from palsgd.meter import Meter
@@ -27,11 +26,11 @@ from palsgd.payload import wire_bytes
 from palsgd.position import FINISH, OPENING, SYNC, WARMUP, Position, check, encode
 from palsgd.schedule import Due, Schedule
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
-from palsgd.transports.requests import Request
 from palsgd.transports.transport import Message
-from palsgd.warmup import GradientSync, Warmup
+from palsgd.warmup import Exchange, GradientSync, Warmup
 
-Exchange = Generator[Request, int, None]
+# How often workers whose gradients backward() averages ask each other who was asked to leave.
+LEAVERS_EVERY = 16
 
 
 @dataclass
@@ -89,6 +88,8 @@ class Worker:
         self.optimizer = 0  # which of the optimizers of this process
         self.crowded = False  # do other optimizers use the same process group?
         self._plain_until = -1  # nothing is due around gradient steps that begin before this clock
+        self.leaving = False  # did the last exchange say that some worker was asked to leave?
+        self.hears_leavers = False  # do workers ask for that where no header says it?
 
     def _no_progress(self) -> Progress:
         rate_sums = [0.0] * len(self.inner.optimizer.param_groups)
@@ -142,7 +143,7 @@ class Worker:
             self._tick_head()
             rate = self._gradient_step(self.method.gradient_share)
             yield from self._to_next_gradient(rate)
-        if not self.at.has_anchor or self.at.synced:
+        if not self.leaving and (not self.at.has_anchor or self.at.synced):
             yield from self.prepare()
             self.meter.leave_step()
         self._look_ahead()
@@ -162,7 +163,7 @@ class Worker:
         change the model."""
         if self.at.has_anchor:
             yield from self._run_due()
-        if self.warming_up or self._at_end():
+        if self.warming_up or self._at_end() or self.leaving:
             return
         if not self.at.has_anchor:
             yield from self._start_local_phase()
@@ -170,7 +171,7 @@ class Worker:
             yield from self._to_next_gradient(None)
         if self.leads:
             return
-        while not self._at_end() and self._mixing_run() == self._to_next_due():
+        while not self._stops() and self._mixing_run() == self._to_next_due():
             self._tick_head()
             yield from self._run_due()
 
@@ -189,8 +190,13 @@ class Worker:
                     return
             elif not run:
                 return
-            if self._at_end():
+            if self._stops():
                 return
+
+    def _stops(self) -> bool:
+        """Does training end here, for all workers alike? One that went on to the next sync would
+        meet nobody there."""
+        return self._at_end() or self.leaving
 
     def _warmup_step(self) -> Exchange:
         before = self.ledger.bytes_sent
@@ -212,6 +218,9 @@ class Worker:
         self.ledger.syncs += 1
         if not self.warming_up:
             self.warmup.switch(on=False)
+        if self.hears_leavers and not self.warmup.in_step and self.at.clock % LEAVERS_EVERY == 0:
+            yield from self.warmup.hear_leavers()
+        self.leaving = self.warmup.leaving
         sent = self.ledger.bytes_sent - before
         self._tell(Averaged, bytes_sent=sent, skipped=not sound)
 
@@ -363,7 +372,7 @@ class Worker:
         nor anything due."""
         self._plain_until = -1
         clock = self.at.clock
-        if not self.at.has_anchor or self.warming_up or self._at_end() or self._due():
+        if not self.at.has_anchor or self.warming_up or self._stops() or self._due():
             return
         if self.syncer.guard.awaits_gradient:
             return
@@ -536,7 +545,7 @@ class Worker:
         if not (self.compares_position or self.crowded) or self.facts.workers == 1:
             return
         clock = 0 if phase == FINISH else self.at.clock  # workers finish at any clock of a round
-        mine = Position(phase, clock, len(self.ledger.history), self.optimizer)
+        mine = Position(phase, clock, self.ledger.recorded, self.optimizer)
         values = encode(self.number, self.facts.workers, mine, self.warmup.template)
         # The message is not in the ledger, so that the ledger of a resumed run is that of a run
         # that was never interrupted.
@@ -578,6 +587,14 @@ class Worker:
             for worker, steps in enumerate(at.steps_of_all)
         )
 
+    @property
+    def at_stop(self) -> bool:
+        """Is this the clock of an exchange, so that every worker is at it? A worker that joins with
+        this progress then takes as many gradient steps up to the next one as all others."""
+        if not self.at.has_anchor or self.warming_up:
+            return True
+        return max(self.at.sent_at) == self.at.clock or (self.at.synced and bool(self._asked()[0]))
+
     def _mark(self) -> tuple[int, tuple[float, ...]]:
         return self.at.gradient_steps, tuple(self.at.rate_sums)
 
@@ -602,6 +619,7 @@ class Worker:
     def _synced(self, outcome: Outcome) -> None:
         at = self.at
         at.synced = True
+        self.leaving = self.leaving or someone_leaves(outcome.reports)
         self._count_all(outcome.reports, outcome.at.clock)
         at.scalars = outcome.scalars
         self._record(outcome)
@@ -643,7 +661,7 @@ class Worker:
         at.last_record = (at.clock, at.gradient_steps, ledger.mixing_steps)
         ledger.syncs += 1
         ledger.distance = outcome.distance
-        ledger.history.append(
+        ledger.record(
             {
                 "round": self.schedule.round_of(at.clock - 1),
                 "clock": at.clock,

@@ -47,7 +47,7 @@ def test_text_is_written_as_utf8_and_bytes_as_they_are_into_folders_that_are_mad
 
 
 def test_starting_over_removes_what_a_killed_process_left_half_written(tmp_path):
-    (tmp_path / "best.pt.12345.part").write_bytes(b"half")
-    (tmp_path / "best.pt.of-mine").write_bytes(b"kept")
+    (tmp_path / "best.safetensors.12345.part").write_bytes(b"half")
+    (tmp_path / "best.safetensors.of-mine").write_bytes(b"kept")
     RunFolder(tmp_path).clear()
-    assert [p.name for p in tmp_path.iterdir()] == ["best.pt.of-mine"]
+    assert [p.name for p in tmp_path.iterdir()] == ["best.safetensors.of-mine"]

@@ -138,7 +138,7 @@ def test_lines_have_the_metric_on_training_examples_where_the_workload_has_one(t
     run = SimulatedRun(SETTINGS.changed({"workers": 2}), digits, RunFolder(tmp_path))
     simulate_runs([run], quiet=True, vectorize=vectorize)
     lines = [line for line in RunFolder(tmp_path).lines() if "loss" in line]
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    best = RunFolder(tmp_path).best()
     model = digits.model()
     model.load_state_dict(best["model"])
     with torch.no_grad():

@@ -73,8 +73,8 @@ COLLECTION_KEYS = SUMMARY_KEYS | {
     "best_metric_interval",
 }  # fmt: skip
 LINE_KEYS = {
-    "step", "gradient_steps", "time_s", "bytes_sent", "syncs", "train_loss", "lr", "distance",
-    "agreement",
+    "step", "gradient_steps", "time_s", "bytes_sent", "syncs", "train_loss", "lr", "workers",
+    "distance", "agreement",
 }  # fmt: skip
 MACHINE_KEYS = {
     "schema", "palsgd", "commit", "dirty", "command", "torch", "device", "simulated", "engine",
@@ -230,7 +230,7 @@ def test_what_is_no_number_is_null_in_every_file(tmp_path):
          "loss": loss, "metric": loss, "distance": [math.nan, math.inf]}
         for step, loss in ((0, 5.0), (1, 2.0), (2, math.inf))
     )  # fmt: skip
-    folder.append("metrics", [start, middle, end])
+    folder.append([start, middle, end])
     assert lines(tmp_path)[2]["metric"] is None
     assert lines(tmp_path)[2]["distance"] == [None, None]
     named = dict.fromkeys(("method", "workload", "workers", "seed", "simulated"))
@@ -347,7 +347,7 @@ def test_the_global_model_that_was_best_is_kept(real, simulated):
     workload = workloads.load("digits", seed=7)
     for out in (real, simulated):
         for method in METHODS:
-            kept = torch.load(out / method / "best.pt", weights_only=True)
+            kept = RunFolder(out / method).best()
             record = summary(out / method)
             assert (kept["step"], kept["metric"]) == (record["best_step"], record["best_metric"])
             model = workload.model()
@@ -412,7 +412,7 @@ def test_clipping_bounds_what_a_step_changes(tmp_path):
     torch.manual_seed(base.seed)
     start = torch.cat([p.detach().flatten() for p in workload.model().parameters()])
     for name in runs:
-        kept = torch.load(tmp_path / name / "best.pt", weights_only=True)
+        kept = RunFolder(tmp_path / name).best()
         moved = torch.cat([p.flatten() for p in kept["model"].values()]) - start
         assert (float(moved.norm()) <= 1e-3 * kept["step"] * 1.001) == (name == "clipped")
     assert found["clipped"]["final_loss"] > found["free"]["final_loss"]
@@ -449,7 +449,10 @@ def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
     said = torchrun("train", "digits", "--workers", 3, "--out", tmp_path)
     assert said.code != 0
     (line,) = [line for line in said.err.splitlines() if line.startswith("palsgd: ")]
-    assert line == "palsgd: --workers 3, but torchrun started 2 processes; use --workers 2"
+    assert line == (
+        "palsgd: --workers 3, but torchrun started 2 processes; use --workers 2, or --elastic to "
+        "go on with whatever number there is"
+    )
     assert "ValueError" not in said.err
 
 
@@ -509,7 +512,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_if_it_never_was(interrupted, 
         for each in (run, real / "palsgd")
     )
     assert once == whole
-    kept = [torch.load(each / "best.pt", weights_only=True) for each in (run, real / "palsgd")]
+    kept = [RunFolder(each).best() for each in (run, real / "palsgd")]
     assert kept[0]["step"] == kept[1]["step"]
     for a, b in zip(kept[0]["model"].values(), kept[1]["model"].values(), strict=True):
         assert torch.equal(a, b)
@@ -588,7 +591,7 @@ def test_points_that_share_a_program_end_as_each_alone(tmp_path):
             assert together[name]["final_loss"] == pytest.approx(
                 found[name]["final_loss"], abs=1e-5
             )
-        kept = torch.load(tmp_path / "together" / name / "best.pt", weights_only=True)
+        kept = RunFolder(tmp_path / "together" / name).best()
         assert kept["metric"] == together[name]["best_metric"]
 
 

@@ -397,7 +397,7 @@ GOOD = json.dumps(runs.line(100))
         ({"metrics": f"{GOOD}\n[1]\n"}, r"metrics.jsonl, line 2: not an object: \[1\]"),
         ({"metrics": '{"step": "x"}\n'}, r"metrics.jsonl, line 1: step is 'x', not a number"),
         ({"config": None}, r"config.yaml is missing: .* leave it out"),
-        ({"config": "a: [1"}, r"config.yaml is not YAML"),
+        ({"config": "a: [1"}, r"config.yaml is not plain YAML"),
         ({"config": "workload: digits"}, r"config.yaml has no 'method'"),
         ({"config": "{workload: d, method: ddp, schema: 9}"}, r"has schema 9, this palsgd reads 1"),
         ({"summary": "{"}, r"summary.json is not JSON .* delete it"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.simulator import Checkpoints
 from support.commands import lines, palsgd, records, started, summary, wait_for
@@ -52,9 +53,7 @@ def assert_same_files(mine, theirs):
         assert list(map(untimed, lines(own))) == list(map(untimed, lines(other)))
         assert untimed(summary(own)) == untimed(summary(other))
         assert config(own)["engine"] == config(other)["engine"]
-        best, wanted = (
-            torch.load(folder / "best.pt", weights_only=True) for folder in (own, other)
-        )
+        best, wanted = (RunFolder(folder).best() for folder in (own, other))
         assert (best["step"], best["metric"]) == (wanted["step"], wanted["metric"])
         for key, x in wanted["model"].items():
             assert torch.equal(best["model"][key], x)
@@ -145,8 +144,28 @@ def test_a_run_without_a_checkpoint_starts_over_and_says_so(tmp_path, monkeypatc
     shutil.rmtree(out / NAMES[0] / "checkpoints")
     assert palsgd(*sweep(out, "--resume", steps=16)).code == 0
     for name in NAMES:
-        assert f"{out / name} starts over, as it has no checkpoint" in caplog.text
+        assert f"{out / name} starts over from step 0, as it has no checkpoint" in caplog.text
     assert [line["step"] for line in lines(out / NAMES[0])][-1] == 16
+
+
+def test_nothing_is_deleted_where_no_checkpoint_can_be_read(tmp_path, monkeypatch):
+    out = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        stop_at(patch, Checkpoints, "save", 3)
+        assert palsgd(*sweep(out, steps=32)).code == 130
+    for path in out.rglob("contents.json"):
+        path.write_text("")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    with pytest.warns(UserWarning, match="is damaged and left out"):
+        said = palsgd(*sweep(out, "--resume", steps=32))
+    assert said.code == 2
+    place = out / NAMES[0] / "checkpoints"
+    assert said.line == (
+        f"palsgd: no checkpoint in {place} is whole; restore one, use --force to start over, or "
+        "another --out"
+    )
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert after == before
 
 
 def test_runs_whose_company_is_gone_start_over_and_say_so(tmp_path, monkeypatch, caplog):
@@ -157,7 +176,10 @@ def test_runs_whose_company_is_gone_start_over_and_say_so(tmp_path, monkeypatch,
     fewer = [word.replace("seed=1,2", "seed=2,3") if isinstance(word, str) else word
              for word in sweep(out, "--resume", steps=16)]  # fmt: skip
     assert palsgd(*fewer).code == 0
-    assert f"{out / NAMES[1]} starts over, as it shared a program with {NAMES[0]}" in caplog.text
+    assert (
+        f"{out / NAMES[1]} starts over from step 0, as it shared a program with {NAMES[0]}"
+        in caplog.text
+    )
     assert set(records(out)) == {"method=diloco", "method=palsgd"}
     assert all(record["seeds"] == [2, 3] for record in records(out).values())
 
@@ -173,7 +195,7 @@ def test_there_is_something_to_look_at_while_runs_are_simulated(engine, tmp_path
         assert (rows[0]["step"], rows[-1]["step"]) == (0, clock)
         assert rows[-1]["simulation_s"] > 0
         assert "metric" in rows[-1]
-        assert torch.load(folder / "best.pt", weights_only=True)["step"] <= clock
+        assert RunFolder(folder).best()["step"] <= clock
         assert all((tmp_path / "out" / name / "config.yaml").exists() for name in NAMES)
         seen.append(clock)
         save(checkpoints, clock, state)

@@ -219,8 +219,8 @@ def test_a_file_for_something_else_is_refused(tuned, method, changes, said):
     ("text", "said"),
     [
         ("a: 1", "has no schema, so it is no file of `palsgd tune`"),
-        ("- 1", "has no schema"),
-        ("{", "cannot be read"),
+        ("- 1", "has no fields"),
+        ("{", "is not plain YAML"),
         ("{schema: 9, workload: x, conditions: {}, methods: {}}", "has schema 9, not 1; tune"),
     ],
 )

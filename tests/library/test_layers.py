@@ -12,16 +12,18 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts"),
-    ("outer", "progress", "references", "rows", "scalars", "sharding", "unsynced", "units"),
+    ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts", "json_files"),
+    ("outer", "progress", "references", "rows", "scalars", "sharding", "step_folders"),
+    ("stored_tree", "tensor_files", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
-        *("two_levels", "wrapped"),
+        *("process_groups", "two_levels", "wrapped"),
     ),
     (
         *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
         *("position", "transports"),
     ),
+    ("announcements",),
     (
         *("averaged_state", "composed", "method", "methods", "method_state", "method_view"),
         *("registry", "tensors"),
@@ -36,7 +38,9 @@ LAYERS = (
         *("state_parts", "state_rank"),
     ),
     ("local_optimizer",),
-    ("checkpoint", "loop", "optimizer"),
+    ("everyone", "leaving", "loop", "optimizer"),
+    ("saved_choice",),
+    ("checkpoint",),
     ("cluster",),
     ("simulator",),
     ("theory",),

@@ -1,6 +1,7 @@
 """Two levels: workers of several ranks, against workers of one rank that see the joint batch."""
 
 import time
+import warnings
 from copy import deepcopy
 
 import numpy as np
@@ -365,6 +366,57 @@ def test_a_two_level_run_goes_on_from_a_checkpoint_bit_for_bit(world, tmp_path, 
     check_resumed(
         world.run(resumed_runs, workers=4, timeout=120, folder=str(tmp_path), style=style)
     )
+
+
+def saved_at_a_sync(folder, ranks, **settings):
+    model, opt, data = two_levels(ranks, **settings) if ranks else one_level(**settings)
+    train(model, opt, data, steps=WARMUP + H)
+    palsgd.checkpoint.save(f"{folder}/{opt.transport.worker}", model, opt)
+
+
+def goes_on_elastically(folder, ranks, **settings):
+    model, opt, data = two_levels(ranks, **settings) if ranks else one_level(**settings)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        palsgd.checkpoint.load(f"{folder}/{opt.transport.worker}", model, opt, elastic=True)
+    train(model, opt, data)
+    return global_vector(model, opt), [str(each.message) for each in said]
+
+
+def global_vector(model, opt):
+    with opt.anchor_weights():
+        return vector(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["DDP", "fully_shard"])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_workers_of_two_ranks_is_one_of_workers_of_one_rank(
+    world, tmp_path, before, after, style
+):
+    """Every worker has a disk of its own, so one that joins is sent what it loads."""
+    ends = []
+    for ranks, settings in ((0, {}), (2, dict(style=style))):
+        job = dict(folder=str(tmp_path / str(ranks)), ranks=ranks, **settings)
+        world.run(saved_at_a_sync, workers=before * (ranks or 1), timeout=120, **job)
+        got = world.run(goes_on_elastically, workers=after * (ranks or 1), timeout=120, **job)
+        for _, said in got:
+            assert f"{before} workers saved step-6, {after} go on" in said[0]
+        ends.append([end for end, _ in got])
+    for end in ends[1]:
+        np.testing.assert_allclose(end, ends[0][0], **CLOSE)
+
+
+def loaded_by_other_ranks(folder, ranks):
+    model, opt, _ = two_levels(ranks)
+    palsgd.checkpoint.load(folder, model, opt, elastic=True)
+
+
+def test_workers_of_other_ranks_than_saved_are_refused_with_both_numbers(world, tmp_path):
+    world.run(saved_at_a_sync, workers=2, folder=str(tmp_path), ranks=0)
+    for got in world.outcomes(loaded_by_other_ranks, workers=2, folder=f"{tmp_path}/0", ranks=2):
+        assert got.error == "ValueError"
+        assert "saved by workers of 1 ranks, and these have 2" in got.message
 
 
 # -- a wrapper that comes later ------------------------------------------------------------------

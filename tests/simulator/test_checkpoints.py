@@ -283,10 +283,18 @@ def test_a_checkpoint_that_is_cut_off_or_damaged_is_left_out(tmp_path):
         checkpoints.save(40, interrupted())
     (tmp_path / "step-50.77.part").mkdir()  # what a kill leaves
     assert checkpoints.newest()["a"] == {"clock": 30}
-    whole = (tmp_path / "step-30" / "b.pt").read_bytes()
-    (tmp_path / "step-30" / "b.pt").write_bytes(whole[:-10])
-    with pytest.warns(UserWarning, match="step-30 is damaged and left out"):
-        assert checkpoints.newest()["a"] == {"clock": 20}
+    path = tmp_path / "step-30" / "b.pt"
+    whole = path.read_bytes()
+    zeroed = whole[:300] + bytes(16) + whole[316:]  # in the ones
+    for damaged in (whole[:-10], b"", zeroed):
+        path.write_bytes(damaged)
+        with pytest.warns(UserWarning, match="step-30 is damaged and left out"):
+            assert checkpoints.newest()["a"] == {"clock": 20}
+    for damaged in ("", "[]", "{}", '{"b": 1}'):
+        path.write_bytes(whole)
+        (path.parent / "contents.json").write_text(damaged)
+        with pytest.warns(UserWarning, match="step-30 is damaged and left out"):
+            assert checkpoints.newest()["a"] == {"clock": 20}
     checkpoints.save(30, [("a", {"clock": 30})])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-30"]
 

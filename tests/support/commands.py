@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from palsgd.lab import cli
+from palsgd.lab.run_folder import RunFolder
 from support.patience import patient
 from support.places import SOURCE
 
@@ -95,8 +96,7 @@ def wait_for(condition, *, process, timeout: float = 90) -> None:
 
 def saved_step(folder: Path) -> int:
     """Where the last checkpoint of a run stands."""
-    path = folder / "checkpoints" / "latest.json"
-    return json.loads(path.read_text())["step"] if path.exists() else 0
+    return max(RunFolder(folder).saved_steps, default=0)
 
 
 def summary(folder: Path) -> dict:

@@ -2,13 +2,13 @@
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from palsgd import units
-from palsgd.checks import check_choice, check_int, check_number
+from palsgd.checks import check_choice, check_int, check_number, check_text, in_error
 from palsgd.cluster.events import Buckets, Projection, TimeSimulation
 from palsgd.cluster.gradient_counts import Counts
 from palsgd.cluster.network import ALGORITHMS, Network
@@ -110,6 +110,7 @@ class Cluster:
     def parse(cls, text: str, *, workers: int) -> "Cluster":
         """The cluster of a text such as "100mbit,20ms,step=50ms": rate and latency, then any other
         field by its name."""
+        check_text("cluster", text)
         given: dict[str, Any] = {"workers": workers}
         parts = [part.strip() for part in text.split(",")]
         for place, part in enumerate(parts):
@@ -117,16 +118,19 @@ class Cluster:
             if not sign:
                 if place > 1:
                     raise ValueError(
-                        f"{part!r} in cluster {text!r} has no name; write for instance step={part}"
+                        f"{in_error(part)} in cluster {in_error(text)} has no name; write for "
+                        "instance step=50ms"
                     )
                 name, value = ("rate", "latency")[place], part
             given[name] = _number(value)
         return cls.from_fields(given)
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "Cluster":
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Cluster":
         """The cluster of a mapping, as in a file. The error for an unknown or missing field names
         the field."""
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"fields={in_error(fields)} must be a mapping, as in a file")
         known = inspect.signature(cls).parameters
         for name in fields:
             check_choice("a field of the cluster", name, tuple(known))
@@ -201,17 +205,29 @@ class Cluster:
         exchanging. The timeline of the workers in `watched` is kept up to `until_s`. The numbers of
         gradients are drawn, unless `counts` has them."""
         steps = check_int("steps", steps, least=1)
+        until_s = math.inf if until_s == math.inf else units.seconds("until_s", until_s, zero=True)
         machine = TimeSimulation(
             self,
             work,
             end=steps,
             counts=counts,
             seed=check_int("seed", seed),
-            watched=watched,
+            watched=self._members(watched),
             until_s=until_s,
         )
         machine.run_until(steps)
         return machine.projection
+
+    def _members(self, watched: Sequence[int]) -> list[int]:
+        """The workers whose timeline is kept."""
+        if not isinstance(watched, Sequence) or isinstance(watched, str | bytes):
+            raise ValueError(f"watched={in_error(watched)} must be a list of workers, as [0, 1]")
+        found = [check_int("a worker in watched", each) for each in watched]
+        if max(found, default=0) >= self.workers:
+            raise ValueError(
+                f"watched={in_error(watched)}: there are {self.workers} workers, from 0"
+            )
+        return found
 
 
 _EXAMPLES = {"workers": "workers=8", "step": "step=50ms", "rate": "rate=100mbit"}

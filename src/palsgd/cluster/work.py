@@ -41,7 +41,7 @@ class Work:
         check_mix_prob(self.mix_prob)
         check_choice("draws", self.draws, DRAWS)
         find_codec(self.compress)
-        if self.warmup_steps != math.inf:
+        if not (isinstance(self.warmup_steps, float) and self.warmup_steps == math.inf):
             check_int("warmup_steps", self.warmup_steps)
         check_int("gradient_bytes", self.gradient_bytes, least=1)
         check_number("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)

@@ -5,11 +5,12 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palsgd.checks import check_choice, check_int, check_path, in_error
 from palsgd.lab import workloads
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
@@ -92,7 +93,8 @@ def compare(
         tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
             it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.
-        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
+        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `elastic`,
+            `keep_batch`, `quiet`.
         settings: any other settings, as `steps=600` or `lr=0.002`.
 
     Raises:
@@ -104,7 +106,7 @@ def compare(
         result.frame.groupby(["label", "step"]).loss.mean()
     """
     given = settings if workers is None else {**settings, "workers": workers}
-    names = whole_names(_names(methods))  # first: settings may be those of a user's own method
+    names = whole_names(method_list(methods))  # first: settings may be those of a user's own method
     base = workloads.recipe(workload).changed(given)
     runs, remarks = compared_runs(
         runs_of(base, names), recipe=workload, seeds=seeds, controls=controls, tuned=tuned,
@@ -137,6 +139,7 @@ def sweep(
     Example:
         result = palsgd.lab.sweep("digits", method=["ddp", "palsgd"], lr=[0.001, 0.002], seeds=3)
     """
+    check_int("seeds", seeds, least=1)
     own = settings.get("method", ())
     whole_names([own] if isinstance(own, str) else own)  # its settings must be known first
     lists = {name: list(value) for name, value in settings.items() if _is_list(value)}
@@ -155,12 +158,11 @@ def _run(
     options: Mapping[str, Any] | None,
     swept: Sequence[str] = (),
 ) -> Result:
-    folder = Path(tempfile.mkdtemp(prefix="palsgd-") if out is None else out)
+    how = run_options(simulate, options)
+    folder = Path(tempfile.mkdtemp(prefix="palsgd-")) if out is None else check_path("out", out)
     failed: Mapping[str, str | None] = {}
     try:
-        run_all(
-            runs, folder, Options(simulate=simulate, **{"quiet": True, **(options or {})}), swept
-        )
+        run_all(runs, folder, how, swept)
     except FailedRunsError as error:
         failed = error.reasons
         warnings.warn(str(error), stacklevel=3)
@@ -170,14 +172,28 @@ def _run(
     return result
 
 
-def _figures(line: Line) -> dict[str, Any]:
-    return {"lr_now" if key == "lr" else key: value for key, value in line.items()}
+def run_options(simulate: bool, options: Mapping[str, Any] | None) -> Options:
+    """How runs are done, as the functions of this module and `tune` take it."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ValueError(
+            f"options={in_error(options)} must be a mapping, such as {{'quiet': False}}"
+        )
+    given = {"quiet": True, **(options or {})}
+    known = [each.name for each in fields(Options) if each.name != "simulate"]
+    for name in given:
+        check_choice("an option", name, known)
+    return Options(simulate=simulate, **given)
 
 
-def _names(methods: Sequence[str] | str | None) -> Sequence[str]:
+def method_list(methods: Any) -> Sequence[str]:
+    """The names of methods that are given as a list, or as text with commas; None: the usual."""
     if methods is None:
         return default_names()
     return [name.strip() for name in methods.split(",")] if isinstance(methods, str) else methods
+
+
+def _figures(line: Line) -> dict[str, Any]:
+    return {"lr_now" if key == "lr" else key: value for key, value in line.items()}
 
 
 def _is_list(value: Any) -> bool:

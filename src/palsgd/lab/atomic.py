@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all: a full disk or a kill leaves the old file as it was."""
+"""Files that appear whole or not at all: a full disk, a kill or a power failure leaves the old file
+as it was."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +17,20 @@ def atomic_path(path: Path) -> Iterator[Path]:
     part = path.with_name(f"{path.name}.{os.getpid()}.{PART}")
     try:
         yield part
+        force(part)
         os.replace(part, path)
+        force(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+def force(path: Path) -> None:
+    """Force a file, or the names in a folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from palsgd import registry, units
 from palsgd.cluster.network import ring_hops
 from palsgd.lab.device import check_device, processor
+from palsgd.lab.folder_lock import locked
 from palsgd.lab.links import Finished, Link, Network, unavailable
 from palsgd.lab.links.link import modelled_ring_seconds
 from palsgd.lab.links.processes import run_on_loopback
 from palsgd.lab.methods import is_baseline
 from palsgd.lab.report import formats
-from palsgd.lab.run_folder import RunFolder, write_json
-from palsgd.lab.run_set import Options, check_method, finish
+from palsgd.lab.run_folder import write_json
+from palsgd.lab.run_set import Options, check_method, clear_all, finish, is_used
 from palsgd.lab.settings import Settings
 from palsgd.lab.workloads import data_settings, load
 
@@ -86,7 +87,7 @@ def check(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
                 "a link belongs to a worker; use ranks_per_worker=1"
             )
     check_device(options.device)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not options.force:
+    if is_used(out) and not options.force:
         raise ValueError(
             f"{out} exists and is not empty; add --force to start over, or choose another --out"
         )
@@ -98,14 +99,14 @@ def bench(runs: Mapping[str, Settings], links: Links, out: Path, options: Option
     check(runs, out, options)
     first = next(iter(runs.values()))
     load(first.workload, data=options.data, download=options.download, **data_settings(first))
-    out.mkdir(parents=True, exist_ok=True)
-    for config in out.glob("*/config.yaml"):
-        RunFolder(config.parent).clear()
-    reason = unavailable()
-    found = _measured(runs, links, out, options, emulated=reason is None)
-    result = _result(found, links, runs, projected=reason)
-    write_json(out / "link.json", result)
-    finish(runs, out)
+    with locked(out):
+        check(runs, out, options)  # again, as another command may have been faster
+        clear_all(out)
+        reason = unavailable()
+        found = _measured(runs, links, out, options, emulated=reason is None)
+        result = _result(found, links, runs, projected=reason)
+        write_json(out / "link.json", result)
+        finish(runs, out)
     return result
 
 

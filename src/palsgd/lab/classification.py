@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.sharding import Changes, Shards
 from palsgd.lab.data.splits import held_out
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
@@ -76,8 +76,12 @@ class InMemory(Classification):
             labels=self.train_labels,
         )  # fmt: skip
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> Batch:
+        which = self._shards.batch(
+            worker=worker, workers=workers, size=size, index=index, changes=changes
+        )
         return self.training_images(which, worker, index), self.train_labels[which]
 
     def joint_batch(self, *, workers: int, size: int, index: int) -> Batch | None:

@@ -18,6 +18,7 @@ from palsgd.lab.run_folder import Run
 from palsgd.lab.targets import Quality, Target, baseline_target, margin_of, stated_target
 from palsgd.lab.timing.pace import Pace
 from palsgd.lab.timing.paces import paces
+from palsgd.lab.worker_changes import examples_seen
 
 AXES = ("step", "gradient_steps", "examples", "bytes_sent", "time_s")
 _TOTALS = (
@@ -284,7 +285,7 @@ def curve_of(
         key: np.array([fmean(lines[step][key] for lines in by_seed.values()) for step in steps])
         for key in ("step", "gradient_steps", "bytes_sent")
     }
-    costs["examples"] = costs["gradient_steps"] * _examples_of_a_step(runs[0])
+    costs["examples"] = examples_seen(runs[0].config, costs["gradient_steps"])
     if pace is not None:
         costs["time_s"] = np.array([pace.seconds(step) for step in steps])
     return QualityCurve(tuple(by_seed), np.array(values), costs)
@@ -308,11 +309,6 @@ def seconds_noise(curve: QualityCurve, level: float, pace: Pace | None) -> np.nd
     where nothing was timed."""
     at = crossing(curve.mean(), curve.costs["step"], np.array([level]))[0]
     return np.ones(DRAWS) if pace is None or np.isnan(at) else pace.factors(float(at))
-
-
-def _examples_of_a_step(run: Run) -> int:
-    """Of all workers together."""
-    return int(run.config.get("workers", 1)) * int(run.config.get("batch_size", 1))
 
 
 def _scale(group: Group) -> tuple[Any, ...]:
@@ -351,7 +347,9 @@ def _interval(value: float, low: float, high: float, n: int) -> Interval:
 def _column(group: Group, key: str) -> list[float | None]:
     if key == "examples":
         counts = _column(group, "gradient_steps")
-        return [None if c is None else c * _examples_of_a_step(group.runs[0]) for c in counts]
+        config = group.runs[0].config
+        return [None if c is None else float(examples_seen(config, np.array([c]))[0])
+                for c in counts]  # fmt: skip
     return [run.summary.get(key) for run in group.finished if run.summary is not None]
 
 

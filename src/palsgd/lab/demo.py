@@ -13,16 +13,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from palsgd.lab.launcher import Job, affordable
-from palsgd.lab.links import Link, job_main, unavailable
+from palsgd.lab.folder_lock import locked
+from palsgd.lab.forecast import work_of
+from palsgd.lab.launcher import StoppedError, affordable, run_jobs, run_over_link
+from palsgd.lab.links import Link, unavailable
 from palsgd.lab.methods import default_names, mixing
+from palsgd.lab.order import Job, Order
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_list import compared_runs
 from palsgd.lab.run_set import Options, check_folder, run_all
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
 from palsgd.lab.workloads import recipe
+from palsgd.progress import Whole
 
 RECIPE = "digits"
 LINK = "100mbit,20ms"
@@ -50,12 +55,12 @@ def run_demo(
     runs = demo_runs() if runs is None else runs
     Link.parse(link)  # refused before anything is written
     check_folder(out, options)
-    out.mkdir(parents=True, exist_ok=True)
-    reason = unavailable()
-    if reason is None:
-        _over_link(runs, out, link, quiet=options.quiet)
-    # all runs where there is no link, else those that are missing; and what they come to
-    run_all(runs, out, Options(device="cpu", quiet=options.quiet, resume=True))
+    with locked(out):
+        reason = unavailable()
+        if reason is None:
+            _over_link(runs, out, link, quiet=options.quiet)
+        # all runs where there is no link, else those that are missing; and what they come to
+        run_all(runs, out, Options(device="cpu", quiet=options.quiet, resume=True))
     return reason
 
 
@@ -63,7 +68,7 @@ def _over_link(runs: Mapping[str, Settings], out: Path, link: str, *, quiet: boo
     """Time all runs over the link, then train some over it and the others beside them: workers
     behind a slow link hardly compute."""
     jobs = [
-        Job(settings=settings, folder=out / name, data=None, download=False, resume=False,
+        Job(settings=settings, folder=out / name, data=None, download=False, resume=True,
             quiet=quiet)
         for name, settings in runs.items()
         if not RunFolder(out / name).finished
@@ -73,7 +78,8 @@ def _over_link(runs: Mapping[str, Settings], out: Path, link: str, *, quiet: boo
     # A daemon, and its workers end with this process: Ctrl-C waits for nobody.
     beside = threading.Thread(target=_train_beside, args=(jobs,), daemon=True)
     beside.start()
-    job_main.run(jobs, "cpu", link, within_s=OVER_LINK_S)
+    timed = [replace(job, link=link) for job in jobs]
+    run_over_link(_order(timed, link=link, within_s=OVER_LINK_S))
     beside.join()
 
 
@@ -84,5 +90,11 @@ def _train_beside(jobs: list[Job]) -> None:
     over_link = affordable(jobs, OVER_LINK_S)
     others = [replace(job, quiet=True) for job in jobs if job not in over_link]
     if others:
-        with contextlib.suppress(RuntimeError):  # what is missing is done again, and says why
-            job_main.run(others, "cpu")
+        # what is missing is done again, and says why
+        with contextlib.suppress(RuntimeError, StoppedError):
+            run_jobs(_order(others, gives_way=True))
+
+
+def _order(jobs: list[Job], **how: Any) -> Order:
+    whole = Whole(runs=len(jobs), work=work_of(job.settings for job in jobs))
+    return Order(jobs=jobs, device="cpu", whole=whole, **how)

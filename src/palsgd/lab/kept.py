@@ -1,8 +1,6 @@
 """What a command that was stopped has left in its folder. It is said after Ctrl-C, so nothing here
 imports torch, which may not be there yet."""
 
-import json
-import re
 from pathlib import Path
 
 from palsgd.lab.run_folder import RunFolder
@@ -34,10 +32,4 @@ def _saved_step(folder: RunFolder) -> int | None:
     """The step of a run's newest checkpoint. Simulated runs that share a program have theirs with
     the first of them."""
     first = next(iter(folder.config().get("program", [])), folder.path.name)
-    place = RunFolder(folder.path.parent / first).checkpoints
-    if (place / "latest.json").exists():  # of processes, which write it last
-        return int(json.loads((place / "latest.json").read_text())["step"])
-    if not folder.config().get("simulated"):
-        return None
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in place.glob("step-*"))
-    return max((int(match[1]) for match in found if match), default=None)
+    return max(RunFolder(folder.path.parent / first).saved_steps, default=None)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from palsgd.lab.data import sources, tokens
-from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.sharding import Changes, Shards
 from palsgd.lab.data.splits import held_out_count
 from palsgd.lab.workload import Workload, evaluating, parts_of
 
@@ -63,8 +63,12 @@ class TinyStories(Language):
             self._valid, self._first_valid = tokens.Stories(folder, "valid", self.device), 0
         self._shards = Shards(self.sharding, self.examples, seed=self.seed, device=self.device)
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> Batch:
+        which = self._shards.batch(
+            worker=worker, workers=workers, size=size, index=index, changes=changes
+        )
         return self._train.rows(which, self.context)
 
     def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:

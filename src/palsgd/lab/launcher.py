@@ -1,18 +1,17 @@
-"""Worker processes: started here through torch's elastic launcher, or found under torchrun."""
+"""Worker processes: started here, on this machine, or found under torchrun."""
 
-import builtins
 import functools
 import gc
+import itertools
 import logging
-import math
 import os
 import signal
 import sys
-import uuid
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +21,45 @@ import torch.distributed as dist
 from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
+from palsgd.lab.folder_lock import locked
+from palsgd.lab.forecast import work_of
+from palsgd.lab.links.link import Link
+from palsgd.lab.links.network import Network
+from palsgd.lab.links.processes import AskedToLeaveError, WorkerError, run_on_loopback
+from palsgd.lab.order import Job, Order, first_failure
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
 from palsgd.lab.timing.measure import can_be_timed, measure
-from palsgd.lab.trainer import Trainer
+from palsgd.lab.trainer import LeftError, Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+from palsgd.leaving import EXIT_CODE
 from palsgd.progress import Whole
+from palsgd.transports.json_exchange import gathered
 
-_HANDLED = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-    if hasattr(signal, name)
-]
+log = logging.getLogger("palsgd")
+
+LEAVE_S = 30.0  # workers have so long after SIGTERM, of which they take 25 s at most
+LINK_S = 3600.0  # workers behind an emulated link have so long
 
 
 class StoppedError(Exception):
-    """Ctrl-C, or a signal that means the same."""
+    """Ctrl-C, or a signal that means the same. `code` is the exit code that says so."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A run for worker processes to do. All jobs of a launch have equally many processes."""
-
-    settings: Settings
-    folder: Path
-    data: str | None
-    download: bool
-    resume: bool
-    quiet: bool
-    link: str | None = None  # the emulated one that its workers communicate over
+    def __init__(self, code: int = 128 + signal.SIGINT):
+        super().__init__(f"exit code {code}")
+        self.code = code
 
 
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def restarted() -> bool:
+    """Were these workers started again, after others that failed? Both launchers count in the same
+    variable."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def first_rank() -> bool:
@@ -65,85 +68,148 @@ def first_rank() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def run_jobs(jobs: list[Job], device: str, whole: Whole | None = None) -> None:
-    """Run the jobs one after another in the same processes, as starting processes takes longer than
-    a short run. `whole` is what they are part of."""
+# -- starting ------------------------------------------------------------------------------------
+
+
+def run_jobs(order: Order, *, restarts: int = 0) -> None:
+    """Do the jobs one after another in the same processes, as starting processes takes longer than
+    a short run. Workers of which one fails are started again so many times, and go on from the last
+    checkpoint. Under torchrun this process is a worker, and torchrun starts it again."""
     if under_torchrun():
-        work(jobs, device, whole)
+        try:
+            work(order)
+        except LeftError:
+            raise StoppedError(EXIT_CODE) from None
         return
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    for attempt in itertools.count():
+        try:
+            _start(order, attempt)
+            return
+        except _FailedError as failed:
+            if all(job.done for job in order.jobs):
+                log.warning("palsgd: %s, after everything was done", failed)
+                return
+            if failed.final or attempt == restarts:
+                raise failed.as_raised_here() from failed
+            log.warning(
+                "palsgd: %s; all workers start again from the last checkpoint (%d of %d)",
+                failed, attempt + 1, restarts,
+            )  # fmt: skip
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=jobs[0].settings.processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        with _environment(), interrupts.starting_children():
-            elastic_launch(config, work)(jobs, device, whole)
-    except (SignalException, KeyboardInterrupt):
-        raise StoppedError from None
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode == -signal.SIGINT:  # the worker received Ctrl-C before this process did
+
+def run_over_link(order: Order) -> None:
+    """Do the jobs with each worker in a network namespace of its own, behind the order's link."""
+    assert order.link is not None
+    workers, echo = order.jobs[0].settings.processes, not order.jobs[0].quiet
+    with tempfile.TemporaryDirectory() as folder:
+        command = _command(order, Path(folder))
+        with Network(workers, Link.parse(order.link)) as network:
+            network.run(command, timeout=LINK_S, echo=echo)
+
+
+def _start(order: Order, attempt: int) -> None:
+    order = order if attempt == 0 else _what_is_left(order)
+    with tempfile.TemporaryDirectory() as folder:
+        command = _command(order, Path(folder))
+        processes = order.jobs[0].settings.processes
+        try:
+            run_on_loopback(
+                command, processes, echo="all", env=_environment(attempt), leave_s=LEAVE_S
+            )
+        except KeyboardInterrupt:
             raise StoppedError from None
-        raise _as_raised_here(rank, failure) from error
+        except AskedToLeaveError as asked:
+            raise StoppedError(128 + asked.signal) from None
+        except WorkerError as failed:
+            if failed.returncode == -signal.SIGINT:  # Ctrl-C for that worker alone
+                raise StoppedError from None
+            raise _FailedError(failed, Path(folder)) from failed
 
 
-def _as_raised_here(rank: int, failure: Any) -> Exception:
-    """A worker's exception as this process raises it: an error about the user's input, or a line on
-    what went wrong. Only an error in this program has its traceback."""
-    said, trace = failure.message, ""
-    if not isinstance(said, str):
-        said, trace = said["message"], said.get("extraInfo", {}).get("py_callstack", "")
-    last = said.strip().splitlines()[-1]
-    name, _, message = last.partition(": ")
-    if name == "ValueError":
-        return ValueError(message)
-    kind = getattr(builtins, name, RuntimeError)
-    if not issubclass(kind, RuntimeError | OSError):
-        print(trace, file=sys.stderr)
-    return RuntimeError(f"worker {rank} failed: {last}")
+def _command(order: Order, folder: Path) -> list[str]:
+    order.write(folder / "order.json", sys.argv)
+    return [sys.executable, "-m", "palsgd.lab.worker_main", str(folder / "order.json")]
 
 
-def work(
-    jobs: list[Job],
-    wanted: str,
-    whole: Whole | None = None,
-    link: str | None = None,
-    within_s: float = math.inf,
-) -> None:
-    """Time and run the jobs in a worker process. `whole` is what they are part of, `link` the
-    emulated one between the workers. Jobs that would take more than `within_s` in all are timed
-    only."""
+def _environment(attempt: int) -> dict[str, str]:
+    """Workers find the modules that this process finds, wherever it looks for them."""
+    return {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+
+
+def _what_is_left(order: Order) -> Order:
+    """The order without the jobs that are done."""
+    done = [job for job in order.jobs if job.done]
+    whole = order.whole and order.whole.after(len(done), work_of(job.settings for job in done))
+    return replace(order, jobs=[job for job in order.jobs if job not in done], whole=whole)
+
+
+class _FailedError(Exception):
+    """A worker failed, and all were ended."""
+
+    def __init__(self, failed: WorkerError, folder: Path):
+        self._failure, rank = None, failed.worker
+        code = failed.returncode
+        self._left = code in (EXIT_CODE, -signal.SIGTERM)
+        if code is None:
+            text = str(failed)
+        elif code < 0:
+            text = f"worker {rank} failed: {signal.Signals(-code).name} ended it"
+        elif self._left:
+            text = f"worker {rank} was asked to leave by SIGTERM"
+        else:
+            text = f"worker {rank} failed with exit code {code}"
+            if (found := first_failure(folder)) is not None:
+                rank, self._failure = found
+                text = f"worker {rank} failed: {self._failure.kind}: {self._failure.message}"
+        super().__init__(text)
+
+    @property
+    def final(self) -> bool:
+        """Would it happen again?"""
+        return self._failure is not None and self._failure.refuses_input
+
+    def as_raised_here(self) -> Exception:
+        """As this process raises it: an error about the user's input, or a line on what went wrong.
+        Only an error in this program has its traceback."""
+        if self._left:
+            return StoppedError(EXIT_CODE)
+        if self._failure is None:
+            return RuntimeError(str(self))
+        if self._failure.refuses_input:
+            return ValueError(self._failure.message)
+        if not self._failure.expected:
+            print(self._failure.trace, file=sys.stderr)
+        return RuntimeError(str(self))
+
+
+# -- in a worker process -------------------------------------------------------------------------
+
+
+def work(order: Order) -> None:
+    """Time and run the jobs in a worker process."""
     interrupts.leave_to_parent()
-    if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
-        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    interrupts.end_with_parent()
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    device, backend = _place(wanted)
-    dist.init_process_group(backend)
+    device, backend = _place(order.device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=order.timeout_s))
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
-    try:
-        jobs = _as_rank_0_has_them(jobs)
-        time_jobs(jobs, device, loaded, link)
-        if within_s < math.inf:
-            jobs = _as_rank_0_has_them(affordable(jobs, within_s))
-        for job in jobs:
-            try:
-                _work_on(job, device, loaded, whole)
-            except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
-                if dist.get_rank() == 0:
-                    RunFolder(job.folder).write_failure(error)
-    finally:
-        dist.destroy_process_group()
+    jobs = _as_rank_0_has_them(order.jobs)
+    time_jobs(jobs, device, loaded, order.link)
+    if order.within_s is not None:
+        jobs = _as_rank_0_has_them(affordable(jobs, order.within_s))
+    for job in jobs:
+        try:
+            _work_on(job, device, loaded, order.whole)
+        except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
+            if dist.get_rank() == 0:
+                RunFolder(job.folder).write_failure(error)
+    # Not after an error: it would close this rank's links before the error is told.
+    dist.destroy_process_group()
 
 
 def time_jobs(
@@ -193,9 +259,12 @@ def _work_on(
     folder = RunFolder(job.folder)
     workload = _workload(job, device, load)
     gc.collect()  # an optimizer of the run before, still alive, would cost a message per exchange
-    Trainer(
-        job.settings, workload, folder, resume=job.resume, quiet=job.quiet, link=job.link
-    ).train(whole)
+    resume = job.resume or restarted()
+    with locked(job.folder) if dist.get_rank() == 0 else nullcontext():
+        Trainer(
+            job.settings, workload, folder, resume=resume, elastic=job.elastic, quiet=job.quiet,
+            link=job.link,
+        ).train(whole)  # fmt: skip
 
 
 def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> Workload:
@@ -206,9 +275,11 @@ def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> 
 def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
     """The jobs that rank 0 has. Another machine with its own disk may not see which runs are
     finished."""
-    found = [jobs]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    rank_0 = gathered(
+        [job.as_json() for job in jobs] if dist.get_rank() == 0 else None,
+        read=lambda found: found and [Job.read(each) for each in found],
+    )[0]
+    return rank_0 or []
 
 
 def _place(wanted: str) -> tuple[torch.device, str]:
@@ -221,6 +292,13 @@ def _place(wanted: str) -> tuple[torch.device, str]:
     return device, "nccl" if one_each else "gloo"
 
 
+def as_started(settings: Settings) -> Settings:
+    """The settings with as many workers as torchrun has started. Another number of processes than
+    workers have is left to `check_world`."""
+    workers, left = divmod(int(os.environ["WORLD_SIZE"]), settings.ranks_per_worker)
+    return settings if left or not workers else replace(settings, workers=workers)
+
+
 def check_world(settings: Settings) -> None:
     """Raise unless torchrun has started as many processes as the run has."""
     world, ranks = int(os.environ["WORLD_SIZE"]), settings.ranks_per_worker
@@ -228,32 +306,8 @@ def check_world(settings: Settings) -> None:
         return
     each = f" with --ranks-per-worker {ranks}" if ranks > 1 else ""
     remedy = f"start {settings.processes}" if world % ranks else f"use --workers {world // ranks}"
+    if not world % ranks:
+        remedy += ", or --elastic to go on with whatever number there is"
     raise ValueError(
         f"--workers {settings.workers}{each}, but torchrun started {world} processes; {remedy}"
     )
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """Inside, workers of one machine use its loopback interface, whatever its name resolves to."""
-    changes: dict[str, Any] = {
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    added = {key: value for key, value in changes.items() if key not in os.environ}
-    os.environ.update(added)
-    # torch's launcher leaves its own handlers behind, which raise what nobody catches later.
-    handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    silent = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch's launcher would log the error that is raised here again
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.disable(silent)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            for key in added:
-                del os.environ[key]

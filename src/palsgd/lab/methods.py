@@ -1,10 +1,11 @@
 """The methods that the lab selects by the fields of their rows, never by name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
 from palsgd import references, registry
+from palsgd.checks import check_text, in_error
 from palsgd.lab.clock_values import function_of_clock
 from palsgd.lab.settings import FIELDS, OF_CLOCK, Settings, method_setting
 from palsgd.method import Method
@@ -32,6 +33,9 @@ def default_names() -> tuple[str, ...]:
 def whole_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names as settings have them. Methods of a user's own are imported, so that their settings
     are known."""
+    if not isinstance(names, Iterable) or isinstance(names, str | bytes | Mapping):
+        raise ValueError(f"methods={in_error(names)} must be a list of names, such as ['ddp']")
+    names = [check_text("the name of a method", name) for name in names]
     return tuple(name if name in registry.names() else registry.row(name).name for name in names)
 
 

@@ -38,7 +38,11 @@ def first_of_each(runs: Mapping[str, Settings]) -> dict[str, str]:
 
 def settings_in(config: Mapping[str, Any]) -> Settings | None:
     """The settings that a config.yaml holds; None if another version wrote what this one refuses,
-    for instance a method that is not here."""
+    for instance a method that is not here. The file may be somebody else's, so that no method is
+    imported because it names one."""
+    method = config.get("method")
+    if not isinstance(method, str) or registry.known(method) is None:
+        return None
     try:
         own = {method_setting(name) for row in registry.rows() for name in row.settings()}
         return Settings.from_dict({k: v for k, v in config.items() if k in FIELDS or k in own})

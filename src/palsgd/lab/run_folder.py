@@ -5,7 +5,9 @@ error for a wrong file names the file and the line, and says what to do.
 """
 
 import json
+import logging
 import math
+import os
 import re
 import shutil
 import warnings
@@ -14,20 +16,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from palsgd import registry
+from palsgd.json_files import json_value, read_json_object, read_text
 from palsgd.lab.atomic import PART, atomic_path, atomic_write
 from palsgd.lab.methods import is_baseline
+from palsgd.lab.worker_changes import changes_in, said_of
+from palsgd.lab.yaml_files import read_yaml, yaml_text
+
+log = logging.getLogger("palsgd")
 
 SCHEMA = 1
 Line = dict[str, Any]
 Record = dict[str, Any]
 
+_CHECKPOINTS = "checkpoints"
 _FILES = (
-    "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "failed.txt", "best.pt",
+    "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "failed.txt",
+    "best.safetensors",
 )  # fmt: skip
+_SAVED = re.compile(r"step-(\d+)(?:-\d+)?")
+_OLD = "old"  # how names of files and folders that were set aside go on, before a number
 _ALWAYS = ("step", "gradient_steps", "bytes_sent")
+_MOST_BYTES = 2**30  # of lines; a run of a million steps has some ten million
+_AGAIN = "delete the line or run again"
 _SOMETIMES = ("time_s", "loss", "metric", "train_loss", "agreement", "lr")
 
 
@@ -43,38 +54,91 @@ class RunFolder:
     def failure(self) -> str | None:
         """Why the run ended early, if it did so by itself."""
         path = self.path / "failed.txt"
-        return path.read_text().strip() if path.exists() else None
+        if not path.exists():
+            return None
+        return read_text(path, fix="delete it", errors="replace").strip()
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / _CHECKPOINTS
+
+    @property
+    def best_path(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The steps of its checkpoints, by their names, which they have when they are whole."""
+        found = (_SAVED.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    @property
+    def in_use(self) -> bool:
+        """Does it hold anything of a run?"""
+        return any((self.path / name).exists() for name in (*_FILES, _CHECKPOINTS))
 
     # -- writing ---------------------------------------------------------------------------------
 
     def create(self, config: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump({"schema": SCHEMA, **config}, sort_keys=False)
-        atomic_write(self.path / "config.yaml", text)
+        atomic_write(self.path / "config.yaml", yaml_text({"schema": SCHEMA, **config}))
 
-    def append(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
-        with open(self.path / f"{name}.jsonl", "a") as file:
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Add lines to metrics.jsonl. They are on the disk when this returns, so that a checkpoint
+        that is written next is never ahead of them."""
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.writelines(_text(line) for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
 
-    def keep_lines(self, until_step: int) -> list[Line]:
-        """Drop the lines that were written after the checkpoint from which the run is resumed."""
-        kept = [line for line in self.lines() if line["step"] <= until_step]
+    def keep_lines(self, until_step: int, written: int) -> None:
+        """Drop the lines that were written after the checkpoint from which the run goes on. When it
+        was saved, `written` lines were there. A line that is damaged or gone is said to be lost,
+        and the file as it was is kept under another name; a last line that a kill cut off is one
+        that the run writes again."""
+        path = self.path / "metrics.jsonl"
+        whole, damaged = _whole_lines(path)
+        kept = [line for line in whole if line["step"] <= until_step]
+        if damaged or len(kept) < written:
+            aside = self._set_aside(["metrics.jsonl"])
+            log.warning(
+                "palsgd: %s is damaged: of the %d lines up to step %d %d are lost, and the run "
+                "goes on without them%s", path, written, until_step, max(0, written - len(kept)),
+                f"; the file as it was is {aside[0].name}" if aside else ", as the file is gone",
+            )  # fmt: skip
         self.write_lines(kept)
-        return kept
 
-    def write_lines(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def start_over(self, why: str = "it has no checkpoint") -> None:
+        """Make room for the run from its first step on, and say so. What is there of it is set
+        aside, unless the run had made no step that was recorded."""
+        if not self.in_use:
+            return
+        whole, damaged = _whole_lines(self.path / "metrics.jsonl")
+        said = ""
+        if self.saved_steps or damaged or any(line["step"] > 0 for line in whole):
+            aside = self._set_aside([*_FILES, _CHECKPOINTS])
+            said = f"; what it had is kept as {', '.join(path.name for path in aside)}"
+        log.warning("palsgd: %s starts over from step 0, as %s%s", self.path, why, said)
+        self.clear(old=False)
+
+    def _set_aside(self, names: Iterable[str]) -> list[Path]:
+        """Rename what is there to the first names that are free."""
+        found = [self.path / name for name in names if (self.path / name).exists()]
+        number = 1
+        while any(_old(path, number).exists() for path in found):
+            number += 1
+        return [path.rename(_old(path, number)) for path in found]
+
+    def write_lines(self, lines: Iterable[Mapping[str, Any]], name: str = "metrics") -> None:
         """These lines in place of all that were written."""
-        atomic_write(self.path / "metrics.jsonl", "".join(_text(line) for line in lines))
+        atomic_write(self.path / f"{name}.jsonl", "".join(_text(line) for line in lines))
 
     def write_best(self, best: Mapping[str, Any]) -> None:
         """The model with the best metric so far, with that metric and its step."""
-        import torch
+        from palsgd import tensor_files
 
-        with atomic_path(self.path / "best.pt") as part:
-            torch.save(dict(best), part)
+        texts = {"format": "pt", **{name: json.dumps(best[name]) for name in ("step", "metric")}}
+        with atomic_path(self.best_path) as part:
+            tensor_files.write(part, best["model"], texts)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)
@@ -97,12 +161,16 @@ class RunFolder:
             kept = {key: settings[key] for key in ("method", "seed") if key in settings}
             self.write_summary(found | kept | {"same_as": name})
 
-    def clear(self) -> None:
-        """Remove what a run wrote, and nothing else."""
-        for name in _FILES:
-            for path in (self.path / name, *self.path.glob(f"{name}.*.{PART}")):
-                path.unlink(missing_ok=True)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+    def clear(self, *, old: bool = True) -> None:
+        """Remove what a run wrote, and nothing else; what was set aside too, if `old`."""
+        for name in (*_FILES, _CHECKPOINTS):
+            also = [f"{name}.*.{PART}", *([f"{name}.{_OLD}-[0-9]*"] if old else [])]
+            found = [path for pattern in also for path in self.path.glob(pattern)]
+            for path in (self.path / name, *found):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -113,6 +181,19 @@ class RunFolder:
         """None: the run has not finished."""
         path = self.path / "summary.json"
         return _read_summary(path) if path.exists() else None
+
+    def best(self) -> Record | None:
+        """What `write_best` wrote; None where there is nothing."""
+        import torch
+
+        from palsgd import tensor_files
+
+        if not self.best_path.exists():
+            return None
+        data = torch.frombuffer(bytearray(self.best_path.read_bytes()), dtype=torch.uint8)
+        model, texts = tensor_files.parsed(data, str(self.best_path))
+        step, metric = (json_value(texts.get(name, "null")) for name in ("step", "metric"))
+        return {"step": step, "metric": metric, "model": model}
 
     def lines(self) -> list[Line]:
         """The lines of metrics.jsonl. A last line that a kill cut off is left out with a
@@ -197,6 +278,7 @@ def read_run(path: Path, *, name: str | None = None) -> Run:
     config = folder.config()
     lines, cut_off = folder.lines_and_cut()
     notes = ["the last line of metrics.jsonl is cut off and left out"] if cut_off else []
+    notes += [said_of(change, dealt=True) for change in changes_in(config)]
     return Run(
         name=name or path.name,
         folder=folder,
@@ -231,27 +313,49 @@ def _read_lines(
 ) -> tuple[list[Line], bool]:
     """The objects of a .jsonl file, none where it is missing, and whether its last line was cut
     off. Any other line that is no JSON, or has a `problem`, is refused with its number."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    # Bytes that are no UTF-8 become characters that are no text, so that their line is refused.
+    text = ""
+    if path.exists():
+        text = read_text(path, fix=_AGAIN, most=_MOST_BYTES, errors="surrogateescape")
     texts = text.rstrip().splitlines()
     lines: list[Line] = []
     for number, text in enumerate(texts, start=1):
         try:
-            line = _loaded(text)
-        except json.JSONDecodeError:
+            line = json_value(text)
+        except ValueError as error:
             if cut_allowed and number == len(texts):
                 return lines, True
             raise ValueError(
-                f"{path}, line {number}: not JSON: {text[:60]!r}; delete the line or run again"
+                f"{path}, line {number}: not JSON: {text[:60]!r} ({error}); {_AGAIN}"
             ) from None
         if wrong := problem(line):
-            raise ValueError(f"{path}, line {number}: {wrong}; delete the line or run again")
+            raise ValueError(f"{path}, line {number}: {wrong}; {_AGAIN}")
         lines.append(line)
     return lines, False
 
 
-def _loaded(text: str) -> Any:
-    """The value with null for NaN and Infinity, which are no JSON, but which others write."""
-    return json.loads(text, parse_constant=lambda _: None)
+def _whole_lines(path: Path) -> tuple[list[Line], int]:
+    """The lines of metrics.jsonl that are whole, and how many are not. A last line that a kill cut
+    off, as it has no end, is not counted."""
+    if not path.exists():
+        return [], 0
+    text = read_text(path, fix="set it aside", most=_MOST_BYTES, errors="surrogateescape")
+    *ended, last = text.split("\n")
+    lines = [line for each in ended if (line := _whole_line(each)) is not None]
+    end = _whole_line(last)
+    return [*lines, *([] if end is None else [end])], len(ended) - len(lines)
+
+
+def _whole_line(text: str) -> Line | None:
+    try:
+        line = json_value(text)
+    except ValueError:
+        return None
+    return line if _metrics_problem(line) is None else None
+
+
+def _old(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{_OLD}-{number}")
 
 
 def _metrics_problem(line: Any) -> str | None:
@@ -282,32 +386,25 @@ def _is_number(value: Any) -> bool:
 def _read_config(path: Path) -> Record:
     if not path.exists():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole run; leave it out")
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        where = str(error).replace("\n", " ")
-        raise ValueError(f"{path} is not YAML ({where}); restore it or leave the run out") from None
+    fix = "restore it or leave the run out"
+    config = read_yaml(path, fix=fix)
     for key in ("workload", "method"):
-        if not isinstance(config, dict) or key not in config:
-            raise ValueError(f"{path} has no {key!r}; restore it or leave the run out")
+        if key not in config:
+            raise ValueError(f"{path} has no {key!r}; {fix}")
     if config.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(
             f"{path} has schema {config['schema']}, this palsgd reads {SCHEMA}; "
             "use the version that wrote it"
         )
+    try:
+        changes_in(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {fix}") from None
     return config
 
 
 def _read_summary(path: Path) -> Record:
-    try:
-        summary = _loaded(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON ({error}); delete it to show the run as unfinished"
-        ) from None
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} is not an object; delete it to show the run as unfinished")
-    return summary
+    return read_json_object(path, fix="delete it to show the run as unfinished")
 
 
 def _usual_order(run: Run) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from palsgd.checks import check_int
 from palsgd.lab import workloads
 from palsgd.lab.controls import OTHER_SEED, controls_for
 from palsgd.lab.methods import is_baseline
@@ -97,8 +98,7 @@ def _name_of(source: Path | str) -> str:
 
 def with_seeds(runs: Mapping[str, Settings], seeds: int) -> dict[str, Settings]:
     """Each run with so many seeds, counted from its own."""
-    if seeds < 1:
-        raise ValueError(f"--seeds {seeds} are none; ask for at least 1")
+    check_int("seeds", seeds, least=1)
     if seeds == 1:
         return dict(runs)
     return {

@@ -8,25 +8,37 @@ import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from palsgd import references
+from palsgd.checks import check_choice, check_flag, check_int, check_number, check_path
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
+from palsgd.lab.folder_lock import NAME as LOCK
+from palsgd.lab.folder_lock import locked
 from palsgd.lab.forecast import work_of
-from palsgd.lab.launcher import Job, check_world, first_rank, run_jobs, under_torchrun
+from palsgd.lab.launcher import (
+    as_started,
+    check_world,
+    first_rank,
+    restarted,
+    run_jobs,
+    under_torchrun,
+)
 from palsgd.lab.methods import method_of
-from palsgd.lab.programs import NOT_COMPUTED, first_of_each
+from palsgd.lab.order import Job, Order
+from palsgd.lab.programs import first_of_each
+from palsgd.lab.resuming import Resuming, left_to_do, was_changed
 from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings, parsed
+from palsgd.lab.settings import TIMEOUT_S, Settings, parsed
 from palsgd.lab.simulated_program import grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
-from palsgd.lab.trainer import own_files
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, kind, load
@@ -36,6 +48,7 @@ from palsgd.transports.transport import ambient
 
 log = logging.getLogger("palsgd")
 
+_FLAGS = ("simulate", "download", "force", "resume", "elastic", "quiet", "share_program")
 OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
 
@@ -49,9 +62,23 @@ class Options:
     device: str = "auto"
     force: bool = False
     resume: bool = False
+    elastic: bool = False  # runs may be resumed by another number of workers
+    keep_batch: str = "worker"  # whose batch then stays the same: a worker's, or the "global" one
     quiet: bool = False
     vectorize: bool | str = "auto"
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
+    restarts: int = 0  # of all workers, if one of them fails
+    timeout_s: float = TIMEOUT_S  # of an exchange between workers
+
+    def __post_init__(self) -> None:
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        check_choice("keep_batch", self.keep_batch, ("worker", "global"))
+        check_int("restarts", self.restarts)
+        check_number("timeout", self.timeout_s, "a number of seconds > 0", low=0.0)
+        if self.data is not None:
+            object.__setattr__(self, "data", str(check_path("data", self.data)))
+        check_device(self.device)
 
 
 def check_folder(out: Path, options: Options) -> None:
@@ -60,12 +87,24 @@ def check_folder(out: Path, options: Options) -> None:
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if there != out and not (there.is_dir() and os.access(there, os.W_OK)):
         raise OSError(f"{out} cannot be made: {there} is no folder to write in; use another --out")
-    used = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if used and not (options.force or options.resume):
+    if is_used(out) and not (options.force or options.resume):
         raise ValueError(
             f"{out} exists and is not empty; add --resume to go on with it, --force to start over, "
             "or choose another --out"
         )
+
+
+def clear_all(out: Path) -> None:
+    """Remove what runs in the folder wrote, and nothing else."""
+    folders = [RunFolder(path) for path in out.iterdir() if path.is_dir()]
+    for folder in folders:
+        if (folder.path / "config.yaml").exists() or folder.saved_steps:
+            folder.clear()
+
+
+def is_used(out: Path) -> bool:
+    """Is there anything but the lock of a command?"""
+    return out.exists() and (not out.is_dir() or any(path.name != LOCK for path in out.iterdir()))
 
 
 def check_data(runs: Mapping[str, Settings], options: Options) -> None:
@@ -124,69 +163,67 @@ def run_all(
     """Do the runs that are not finished, each in a folder of its name; then compare them all. The
     records of the collection also have the `swept` fields. Points of a sweep whose settings cannot
     work are skipped; the error that names them is raised at the end."""
+    if restarted():  # whatever the first start was asked to do with the folder
+        options = replace(options, resume=True, force=False)
+    if options.elastic and under_torchrun():
+        runs = {name: as_started(settings) for name, settings in runs.items()}
     runs, refused = accepted(runs, skip=bool(swept))
-    for settings in runs.values():
+    _check(list(runs.values()), options)
+    check_folder(out, options)
+    # Under torchrun the first rank writes for all.
+    with locked(out) if first_rank() else nullcontext():
+        check_folder(out, options)  # again, as another command may have been faster
+        runs = _run_missing(runs, out, options)
+        return finish(runs, out, swept, refused) if first_rank() else {}
+
+
+def _check(runs: Sequence[Settings], options: Options) -> None:
+    """Refuse what cannot be run here, before anything is written."""
+    _check_restarts(options)
+    for settings in runs:
         if under_torchrun():
             check_world(settings)
     if under_torchrun() and options.simulate:
         raise ValueError("--simulate needs one process; start it without torchrun")
     if options.simulate:
-        check_simulated(list(runs.values()))
+        check_simulated(runs)
     check_device(options.device)
-    check_folder(out, options)
-    origins = first_of_each(runs)  # a program is run once, whatever it is called
-    waiting = {
-        name: settings
-        for name, settings in runs.items()
-        if origins[name] == name
-        and (options.force or not _is_done(RunFolder(out / name), name, settings, options))
-    }
-    told = [settings.cluster for settings in runs.values() if settings.cluster is not None]
+    told = [settings.cluster for settings in runs if settings.cluster is not None]
     if told and not options.simulate:
         raise ValueError(
             f"cluster={told[0]} is for simulated workers, real ones have a time of their own; add "
             "--simulate, or leave it out"
         )
+
+
+def _run_missing(runs: Mapping[str, Settings], out: Path, options: Options) -> dict[str, Settings]:
+    """Do the runs that are not done. Returns all of them, as they are done."""
+    origins = first_of_each(runs)  # a program is run once, whatever it is called
+    how = Resuming(
+        simulate=options.simulate, elastic=options.elastic, keep_batch=options.keep_batch
+    )
+    waiting: dict[str, Settings] = {}
+    for name, settings in runs.items():
+        if origins[name] == name:
+            left = settings if options.force else left_to_do(RunFolder(out / name), settings, how)
+            waiting |= {} if left is None else {name: left}
     check_data(waiting, options)
     if options.force and first_rank():
-        for config in list(out.glob("*/config.yaml")):
-            RunFolder(config.parent).clear()
+        clear_all(out)
     if options.simulate:
         _simulate(runs, list(waiting), out, options)
     else:
         _launch(waiting, out, options)
-    return finish(runs, out, swept, refused) if first_rank() else {}
+    return {**runs, **waiting}
 
 
-def _is_done(folder: RunFolder, name: str, settings: Settings, options: Options) -> bool:
-    """Is the run in the folder finished with these settings? A run with other settings is an error
-    and is not overwritten."""
-    if not (folder.path / "config.yaml").exists():
-        return False
-    before, wanted = folder.config(), settings.as_dict() | {"simulated": options.simulate}
-    for key, digest in own_files(settings).items():
-        if before.get(key) != digest:
-            raise ValueError(
-                f"the file of {getattr(settings, key.removesuffix('_sha256'))} has changed since "
-                f"{folder.path} was run with it; restore it, use --force to start over, or another "
-                "--out"
-            )
-    for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
-        if wanted[in_epochs] and not wanted[name]:
-            del wanted[name]
-    for key, value in wanted.items():
-        then = before.get(key, _default(key))
-        if then != value and key not in NOT_COMPUTED:
-            raise ValueError(
-                f"{folder.path} was run with {key}={then}, now it is {value}; "
-                "use the old value, --force to start over, or another --out"
-            )
-    return folder.finished or folder.failure is not None
-
-
-def _default(key: str) -> Any:
-    """The value of a setting in a folder that is older than the setting."""
-    return FIELDS[key].default if key in FIELDS else None
+def _check_restarts(options: Options) -> None:
+    if options.restarts and (options.simulate or under_torchrun()):
+        instead = "leave it out" if options.simulate else "use torchrun --max-restarts"
+        raise ValueError(
+            f"--restarts {options.restarts} is for worker processes that are started here; "
+            f"{instead}"
+        )
 
 
 def finish(
@@ -236,18 +273,20 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
             data=options.data,
             download=options.download,
             resume=options.resume,
+            elastic=options.elastic or was_changed(RunFolder(out / name)),
             quiet=options.quiet,
         )
         for name, settings in runs.items()
     ]
     whole = Whole(runs=len(runs), work=work_of(runs.values()))
+    order = Order(jobs=jobs, device=options.device, whole=whole, timeout_s=options.timeout_s)
     if under_torchrun():  # rank 0 decides which runs are left to do
-        run_jobs(jobs, options.device, whole)
+        run_jobs(order)
         return
     jobs.sort(key=lambda job: job.settings.processes)
     for _, each in itertools.groupby(jobs, key=lambda job: job.settings.processes):
         group = list(each)
-        run_jobs(group, options.device, whole)
+        run_jobs(replace(order, jobs=group, whole=whole), restarts=options.restarts)
         whole = whole.after(len(group), work_of(job.settings for job in group))
 
 

@@ -1,15 +1,27 @@
 """The settings that define a run, as one flat record. A recipe is such a record under a name."""
 
-import difflib
 import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from numbers import Real
 from typing import Any
 
 from palsgd import references, registry
-from palsgd.checks import below, check_choice, check_number
+from palsgd.checks import (
+    LARGEST,
+    as_number,
+    below,
+    check_choice,
+    check_flag,
+    check_number,
+    check_text,
+    in_error,
+    is_whole,
+    nearest,
+)
 from palsgd.lab import clock_values
 
 
@@ -72,6 +84,7 @@ class Settings:
     method_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._find_own_parts()
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -87,6 +100,16 @@ class Settings:
             )
         self._check_batches()
         self._check_schedules()
+
+    def _check_kinds(self) -> None:
+        """Refuse a value of another kind than its field's. Numbers of NumPy become Python's, which
+        files can hold."""
+        for name, kinds in _field_kinds().items():
+            object.__setattr__(self, name, _of_kind(name, getattr(self, name), kinds))
+        if not isinstance(self.method_settings, Mapping):
+            raise ValueError(f"method_settings={in_error(self.method_settings)} must be a mapping")
+        own = {name: _plain(name, value) for name, value in self.method_settings.items()}
+        object.__setattr__(self, "method_settings", own)
 
     def _find_own_parts(self) -> None:
         """A workload or method of the user's own is named by a reference, which must mean the same
@@ -157,6 +180,8 @@ class Settings:
         """These settings with other values, given as text or as values. Setting steps removes
         epochs, setting pull removes mix_rate, and the reverse. Setting epochs removes whole_rounds:
         who gives a length gets just that."""
+        if not isinstance(changes, Mapping):
+            raise ValueError(f"changes={in_error(changes)} must be a mapping of settings")
         values = {setting_name(name): parsed(name, value) for name, value in changes.items()}
         if "epochs" in values:
             values.setdefault("whole_rounds", False)
@@ -241,6 +266,7 @@ CHOICES = {
     "precision": ("fp32", "tf32", "bf16"),
 }
 # Strict limits, and the range in words
+TIMEOUT_S = 300.0  # of an exchange between workers, unless the command says otherwise
 _COUNT = (below(1), math.inf, "at least 1")
 _NOT_NEGATIVE = (below(0), math.inf, "a number >= 0")
 _POSITIVE = (0.0, math.inf, "a number > 0")
@@ -269,6 +295,7 @@ OF_CLOCK = ("sync_every", "mix_rate", "pull")  # fields that may change with the
 
 def check_sharding(text: str) -> float | None:
     """The A of `dirichlet:A`; None for the other ways to deal out examples."""
+    check_text("sharding", text)
     kind, _, number = text.partition(":")
     if text in ("fixed", "reshuffled"):
         return None
@@ -278,8 +305,8 @@ def check_sharding(text: str) -> float | None:
         found = math.nan
     if not 0 < found < math.inf:
         raise ValueError(
-            f"sharding={text} is unknown; use fixed, reshuffled or dirichlet:A with a number A > 0 "
-            "(small: few classes for each worker), such as dirichlet:0.3"
+            f"sharding={text[:60]} is unknown; use fixed, reshuffled or dirichlet:A with a number "
+            "A > 0 (small: few classes for each worker), such as dirichlet:0.3"
         )
     return found
 
@@ -300,6 +327,7 @@ def shown(value: Any) -> str:
 
 def setting_name(name: str) -> str:
     """The one name of a setting, which may be given with the prefix or without."""
+    check_text("the name of a setting", name)
     return method_setting(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
@@ -313,28 +341,71 @@ def parsed(name: str, value: Any) -> Any:
     check_field(name)
     kinds = _kinds(name)
     if not isinstance(value, str):
-        return value
+        return _of_kind(name, value, kinds) if name in FIELDS else value
     if type(None) in kinds and value.lower() == "none":
         return None
     if (name, value) == ("sync_every", "auto") or (name in OF_CLOCK and ":" in value):
         return value
     kind = next(k for k in kinds if k is not type(None))
     if kind is bool:
-        return value.lower() in ("true", "yes", "1")
+        return _flag(name, value)
     try:
         return kind(value)
     except ValueError:
+        given = value if value.isprintable() and len(value) < 60 else in_error(value)
         raise ValueError(
-            f"{name}={value} is no {'whole number' if kind is int else 'number'}"
+            f"{name}={given} is no {'whole number' if kind is int else 'number'}"
         ) from None
 
 
+def _flag(name: str, text: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(f"{name}={in_error(text)} is neither true nor false; use {name}=true")
+    return words[text.lower()]
+
+
+def _of_kind(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """The value, if it is of one of the kinds that its field has."""
+    if value is None and type(None) in kinds:
+        return None
+    if bool in kinds:
+        return check_flag(name, value)
+    if isinstance(value, str) and str in kinds:
+        return check_text(name, value)
+    if int in kinds or float in kinds:
+        return _number(name, value, whole=float not in kinds)
+    return check_text(name, value)
+
+
+def _number(name: str, value: Any, *, whole: bool) -> int | float:
+    if is_whole(value):
+        if abs(value) > LARGEST:
+            raise ValueError(f"{name}={in_error(value)} must be a number up to {LARGEST}")
+        return int(value)
+    if whole or not isinstance(value, Real) or isinstance(value, bool):
+        raise ValueError(f"{name}={in_error(value)} must be a {'whole ' if whole else ''}number")
+    return as_number(value)
+
+
+def _plain(name: Any, value: Any) -> Any:
+    """A setting of a method, whose kind the method itself checks, as files can hold it."""
+    check_text("the name of a setting", name)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(name, each) for each in value]
+    return check_text(name, value) if isinstance(value, str) else _number(name, value, whole=False)
+
+
 def check_field(name: str) -> None:
+    check_text("the name of a setting", name)
     if name not in FIELDS and name.removeprefix(PREFIX) not in _method_fields():
         spelt = PREFIX.__add__ if name.startswith(PREFIX) else method_setting
         known = [*FIELDS, *map(spelt, _method_fields())]
-        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ValueError(f"there is no setting {name!r}; did you mean {nearest!r}?")
+        raise ValueError(
+            f"there is no setting {in_error(name)}; did you mean {nearest(name, known)!r}?"
+        )
 
 
 def with_alternatives(names: Iterable[str]) -> set[str]:
@@ -355,10 +426,20 @@ def assignments(texts: list[str]) -> dict[str, str]:
     return found
 
 
+@cache
+def _field_kinds() -> dict[str, tuple[type, ...]]:
+    hints = typing.get_type_hints(Settings)
+    return {name: _parts(hints[name]) for name in FIELDS}
+
+
 def _kinds(name: str) -> tuple[type, ...]:
     own = name.removeprefix(PREFIX)
     at_home = name in FIELDS or own in OF_METHODS
-    hint = typing.get_type_hints(Settings)[own] if at_home else _method_fields()[own]
+    return _field_kinds()[own] if at_home else _parts(_method_fields()[own])
+
+
+def _parts(hint: Any) -> tuple[type, ...]:
+    """The types of a hint, several where it is a union."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 

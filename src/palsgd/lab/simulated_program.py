@@ -1,6 +1,5 @@
 """Simulated runs that share a program: which they are, their training, and their checkpoints."""
 
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from palsgd.lab.simulated_run import SimulatedRun, shape_of
 from palsgd.lab.worker_loop import split_batch
 from palsgd.progress import ProgressBar, Whole
 from palsgd.simulator import Checkpoints, Program, programs
-
-log = logging.getLogger("palsgd")
 
 
 class Group(NamedTuple):
@@ -62,10 +59,8 @@ def _recorded(folder: RunFolder, runs: Mapping[str, Settings]) -> Group | None:
     gone = [name for name in names if name not in runs]
     if names and not gone:
         return Group(names, config["engine"] == "vectorized", resumed=True)
-    reason = "it has no checkpoint"
     if gone:
-        reason = f"it shared a program with {gone[0]}, which is not among the runs now"
-    log.warning("palsgd: %s starts over, as %s", folder.path, reason)
+        folder.start_over(f"it shared a program with {gone[0]}, which is not among the runs now")
     return None
 
 
@@ -123,10 +118,14 @@ class SimulatedProgram:
             for number, (run, history) in enumerate(self._histories()):
                 run.resume(state[f"files-{number}"], history)
             return
+        first = self._runs[0].folder
+        if resume and first.saved_steps:
+            raise ValueError(
+                f"no checkpoint in {first.checkpoints} is whole; restore one, use --force to start "
+                "over, or another --out"
+            )
         names = [run.folder.path.name for run in self._runs]
         for run in self._runs:
-            if resume and (run.folder.path / "config.yaml").exists():
-                log.warning("palsgd: %s starts over, as it has no checkpoint", run.folder.path)
             run.start(self._program.engine, names)
 
     def train(self, *, quiet: bool, whole: Whole | None = None) -> None:

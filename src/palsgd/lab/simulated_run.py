@@ -151,7 +151,7 @@ class SimulatedRun:
             config = run_config(
                 self.settings, self.workload, self.steps, engine=engine, model=model
             )
-            self.folder.clear()
+            self.folder.start_over()
             self.folder.create(config | {"program": program})
         self._write()
 
@@ -204,7 +204,7 @@ class SimulatedRun:
     def _write(self) -> None:
         if not self._writes:
             return
-        self.folder.append("metrics", self._lines[self._written :])
+        self.folder.append(self._lines[self._written :])
         self._written = len(self._lines)
         if "model" in self._best:
             metric, model = self._best["metric"], self._best.pop("model")
@@ -249,6 +249,7 @@ class SimulatedRun:
             "syncs": entry["syncs"],
             "train_loss": sum(self._losses) / len(self._losses),
             "lr": learning_rate(self.settings, self.steps, clock),
+            "workers": self.settings.workers,
             "distance": entry["distance"],
             "agreement": agreement(norm, entry["distance"]),
         }

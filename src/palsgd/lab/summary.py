@@ -31,19 +31,24 @@ def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str,
         (max if config["higher_is_better"] else min)(known, key=lambda line: line["metric"]),
     )
     named = {name: config[name] for name in ("method", "workload", "workers", "seed", "simulated")}
-    return named | {
-        "final_loss": last["loss"],
-        "final_metric": last["metric"],
-        "best_loss": best["loss"],
-        "best_metric": best["metric"],
-        "best_step": best["step"],
-        "steps": last["step"],
-        "gradient_steps": last["gradient_steps"],
-        "syncs": last["syncs"],
-        "bytes_sent": last["bytes_sent"],
-        "wall_s": last["time_s"],
-        # None: not measured, as under DDP, whose exchanges overlap the backward pass
-        "waiting_s": ledger.get("waiting_s") or None,
-        "sync_s": ledger.get("sync_s") or None,
-        **dict.fromkeys(COMPARED),
-    }
+    changed = {"changes": config["changes"]} if config.get("changes") else {}
+    return (
+        named
+        | changed
+        | {
+            "final_loss": last["loss"],
+            "final_metric": last["metric"],
+            "best_loss": best["loss"],
+            "best_metric": best["metric"],
+            "best_step": best["step"],
+            "steps": last["step"],
+            "gradient_steps": last["gradient_steps"],
+            "syncs": last["syncs"],
+            "bytes_sent": last["bytes_sent"],
+            "wall_s": last["time_s"],
+            # None: not measured, as under DDP, whose exchanges overlap the backward pass
+            "waiting_s": ledger.get("waiting_s") or None,
+            "sync_s": ledger.get("sync_s") or None,
+            **dict.fromkeys(COMPARED),
+        }
+    )

@@ -68,11 +68,14 @@ class Timeline:
     def after_step(self) -> None:
         self._wait_for_gpu()
         end = self._now()
+        self._add_step(end)
+        self._free, self._in_step = end, False
+
+    def _add_step(self, end: float) -> None:
         if self._averages:
             self._add_averaged_step(end)
         elif self._before[2] < ROUNDS and self._in_local_phase():
             self._add_local_step(end)
-        self._free, self._in_step = end, False
 
     def _add_local_step(self, end: float) -> None:
         """One step was, in this order, a gradient, perhaps mixing, perhaps a sync."""
@@ -121,6 +124,16 @@ class Timeline:
     def restore(self, spans: list[Span]) -> None:
         """What was recorded before a checkpoint."""
         self._spans = [dict(span) for span in spans]
+
+    def spans_to_save(self) -> list[Span]:
+        """The spans, with those of the step under way: a checkpoint is saved at the sync that ends
+        a step, and the run goes on behind it."""
+        count = len(self._spans)
+        if self._in_step:
+            self._add_step(self._past)
+        found = self.spans()
+        del self._spans[count:]
+        return found
 
     def spans(self) -> list[Span]:
         """The spans, with waiting as spans of its own. The seconds of waiting are known one sync

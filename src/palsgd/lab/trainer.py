@@ -1,12 +1,11 @@
 """One run in real processes: the work of each process."""
 
-import json
+import logging
 import math
-import os
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import palsgd
 from palsgd import references, registry
 from palsgd.events import Averaged, Event, Synced
 from palsgd.lab import workloads
+from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.device import device_words, wait_for
 from palsgd.lab.evaluation import (
     evaluated,
@@ -27,15 +27,23 @@ from palsgd.lab.evaluation import (
 from palsgd.lab.factory import MeanNorm, agreement, learning_rate
 from palsgd.lab.forecast import work_of
 from palsgd.lab.provenance import provenance
-from palsgd.lab.run_folder import RunFolder, plain, write_json
+from palsgd.lab.run_folder import RunFolder, plain
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.timeline import Timeline, joined
+from palsgd.lab.worker_changes import Change, changes_in, said_of
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar, Whole
+from palsgd.transports.json_exchange import gathered
+
+log = logging.getLogger("palsgd")
 
 WARMUP_LINES = 200  # about so many all-reduces of DDP and the warm-up become a line
+
+
+class LeftError(Exception):
+    """All workers were asked to leave; what they have done is saved."""
 
 
 class Trainer:
@@ -48,12 +56,14 @@ class Trainer:
         folder: RunFolder,
         *,
         resume: bool = False,
+        elastic: bool = False,
         quiet: bool = False,
         command: Sequence[str] | None = None,
         link: str | None = None,
     ):
-        """`command` is what config.yaml names as the command line; by default this process's.
-        `link` is the emulated one between the workers."""
+        """A run that is not resumed begins in a folder that holds none. `elastic`: it may be
+        resumed by another number of workers. `command` is what config.yaml names as the command
+        line; by default this process's. `link` is the emulated one between the workers."""
         self._command, self._link = command, link
         settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
@@ -68,16 +78,16 @@ class Trainer:
         self._evaluated_at = self._saved_at = 0
         self._seconds, self._resumed_at = 0.0, time.perf_counter()
         self._best: float | None = None
+        self._lines = 0  # of metrics.jsonl
         self._quiet = quiet or self.rank != 0
-        latest = self._latest_checkpoint() if resume else None
-        if latest is not None:
-            self._resume(latest)
+        if resume and self._has_checkpoint():
+            self._resume(elastic=elastic)
         elif self.rank == 0:
-            folder.clear()
-            folder.create(self._config())
+            self._begin(resume=resume)
         self._go_on()
         self.opt.on(Averaged, self._after_exchange)
         self.opt.on(Synced, self._after_exchange)
+        palsgd.leave_on_sigterm(self.opt)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -101,11 +111,10 @@ class Trainer:
                 bar.at(self.opt.clock)
         if self._evaluated_at < self.opt.clock:
             self._evaluate()
-        spans: list[Any] = [None] * self.world
-        dist.all_gather_object(spans, self._timeline.spans())
+        spans = gathered(self._timeline.spans())
         if self.rank == 0:
             first_ranks = spans[:: self.settings.ranks_per_worker]
-            self.folder.append("timeline", joined(first_ranks))
+            self.folder.write_lines(joined(first_ranks), "timeline")
             self._finish()
         dist.barrier()
 
@@ -121,8 +130,10 @@ class Trainer:
         due = self._evaluation_is_due()
         if due:
             self._evaluate()
-        if self._checkpoint_is_due(due):
+        if self._checkpoint_is_due(due) or self.opt.leaving:
             self._save()
+        if self.opt.leaving:
+            raise LeftError
 
     def _evaluation_is_due(self) -> bool:
         return evaluation_is_due(self.opt.schedule, self._every, self.opt.clock)
@@ -158,6 +169,7 @@ class Trainer:
                 "loss_sum": loss_sum,
                 "losses": self._losses,
                 "lr": learning_rate(settings, self.steps, clock),
+                "workers": settings.workers,
                 "distance": 0.0 if warming_up else ledger.distance,
                 "mean_norm": self._mean_norm.take(),
             }
@@ -185,9 +197,8 @@ class Trainer:
             lines = [start_line(self.settings, self.steps, self.settings.workers)]
         self._evaluated_at = self.opt.clock
         lines[-1] |= found
-        if self.rank == 0:
-            self.folder.append("metrics", lines)
-            self._keep_if_best(found["metric"])
+        self._write(lines)
+        self._keep_if_best(found["metric"])
         if not math.isfinite(found["loss"]):
             raise palsgd.NonFiniteError(
                 f"the validation loss is {found['loss']} at step {self.opt.clock}; lower the "
@@ -207,11 +218,15 @@ class Trainer:
 
     def _joined_records(self) -> list[dict[str, Any]]:
         """The lines from the records of all ranks since the last call."""
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, self._records)
+        everyone = gathered(self._records)
         self._records = []
         ranks = self.settings.ranks_per_worker
         return [_joined(parts, ranks) for parts in zip(*everyone, strict=True)]
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        self._lines += len(lines)
+        if self.rank == 0:
+            self.folder.append(lines)
 
     def _pause(self) -> None:
         wait_for(self.workload.device)
@@ -225,8 +240,10 @@ class Trainer:
 
     def _keep_if_best(self, metric: float) -> None:
         sign = 1 if self.workload.higher_is_better else -1
-        if self._best is None or sign * metric > sign * self._best:
-            self._best = metric
+        if self._best is not None and sign * metric <= sign * self._best:
+            return
+        self._best = metric
+        if self.rank == 0:
             with self.opt.anchor_weights():
                 self.folder.write_best(
                     {"step": self.opt.clock, "metric": metric, "model": self.net.state_dict()}
@@ -248,63 +265,113 @@ class Trainer:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """Save a checkpoint in a new folder. `latest.json` names the folder after all workers have
-        written."""
+        """Save a checkpoint. The lines of metrics.jsonl are written first, so that no checkpoint is
+        ahead of them; those behind the last checkpoint are written again."""
         self._pause()
-        place = self.folder.checkpoints / f"step-{self.opt.clock}"
-        palsgd.checkpoint.save(place, self.net, self.opt)
-        torch.save(self._own_state(), place / f"rank-{self.rank}.pt")
-        lines = self._joined_records()  # after this call all ranks have written
-        if self.rank == 0:
-            self.folder.append("metrics", lines)
-            latest = {"step": self.opt.clock, "time_s": self._seconds, "best": self._best}
-            write_json(self.folder.checkpoints / "latest.json", latest)
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine may have a disk of its own
-            self._prune(keep={place.name, f"step-{self._saved_at}"})
+        self._write(self._joined_records())
+        palsgd.checkpoint.save(self.folder.checkpoints, self.net, self.opt, extra=self._own_state())
         self._saved_at = self.opt.clock
         self._go_on()
 
-    def _prune(self, keep: set[str]) -> None:
-        for old in self.folder.checkpoints.glob("step-*"):
-            if old.name not in keep:
-                shutil.rmtree(old, ignore_errors=True)
-
     def _own_state(self) -> dict[str, Any]:
-        """The state of this rank beside model and optimizer."""
+        """The state of this rank beside model and optimizer. What the run has is in that of every
+        rank, as a disk may be lost."""
         gpu = self.workload.device.type == "cuda"
         return {
             "rng": torch.get_rng_state(),
             "gpu_rng": torch.cuda.get_rng_state(self.workload.device) if gpu else None,
             "loss": self._loss,
             "losses": self._losses,
-            "spans": self._timeline.spans(),
+            "spans": self._timeline.spans_to_save(),
+            "time_s": self._seconds,
+            "best": self._best,
+            "lines": self._lines,
+            "batch_size": self.settings.batch_size,
+            "gradient_steps": self._gradient_steps(),
+            "changes": [change.as_dict() for change in self._loop.changes],
         }
 
-    def _load_own_state(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        torch.set_rng_state(state["rng"])
-        if state["gpu_rng"] is not None and self.workload.device.type == "cuda":
-            torch.cuda.set_rng_state(state["gpu_rng"], self.workload.device)
-        self._loss.copy_(state["loss"])
-        self._losses = state["losses"]
-        self._timeline.restore(state["spans"])
+    def _gradient_steps(self) -> list[int]:
+        """Those of every worker."""
+        return gathered(self.opt.gradient_steps)[:: self.settings.ranks_per_worker]
 
-    def _latest_checkpoint(self) -> dict[str, Any] | None:
-        """The checkpoint that rank 0 finds, so that all ranks resume from the same one."""
-        path = self.folder.checkpoints / "latest.json"
-        found = [json.loads(path.read_text()) if self.rank == 0 and path.exists() else None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+    # -- beginning and going on ------------------------------------------------------------------
 
-    def _resume(self, latest: dict[str, Any]) -> None:
-        place = self.folder.checkpoints / f"step-{latest['step']}"
-        palsgd.checkpoint.load(place, self.net, self.opt)
-        self._load_own_state(place / f"rank-{self.rank}.pt")
-        self._seconds, self._best = latest["time_s"], latest["best"]
-        self._timeline.go_on(at=self._seconds)
+    def _begin(self, *, resume: bool) -> None:
+        if resume:
+            self.folder.start_over()
+        elif self.folder.in_use:
+            raise ValueError(
+                f"{self.folder.path} holds a run; add --resume to go on with it, --force to start "
+                "over, or choose another --out"
+            )
+        self.folder.create(self._config())
+
+    def _has_checkpoint(self) -> bool:
+        """Does any rank see one, damaged or not? Machines may have disks of their own."""
+        return any(gathered(bool(palsgd.checkpoint.find(self.folder.checkpoints))))
+
+    def _resume(self, *, elastic: bool) -> None:
+        """Go on from the newest checkpoint that is whole on all disks."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loaded = palsgd.checkpoint.load(
+                self.folder.checkpoints, self.net, self.opt, elastic=elastic
+            )
+        state, worker = loaded.extra, self.rank // self.settings.ranks_per_worker
+        self._load_own_state(state, joins=loaded.source != worker)
+        self._loop.changes = self._changes(state, loaded.workers)
         self._evaluated_at = self._saved_at = self.opt.clock
         if self.rank == 0:
-            self.folder.keep_lines(until_step=self.opt.clock)
+            remarks = [str(each.message) for each in said]
+            if len(self._loop.changes) > len(state["changes"]):
+                remarks.append(said_of(self._loop.changes[-1], dealt=self._loop.deals_anew))
+            if remarks:
+                log.warning("palsgd: %s: %s", self.folder.path, "; ".join(remarks))
+            self._record_changes()
+            self.folder.keep_lines(until_step=self.opt.clock, written=self._lines)
+
+    def _load_own_state(self, state: dict[str, Any], *, joins: bool) -> None:
+        """`joins`: the state is another worker's, whose random numbers and sums are its own."""
+        if joins:
+            seed = random_stream(self.settings.seed, self.rank, self.opt.clock).integers(2**63)
+            torch.manual_seed(int(seed))
+        else:
+            # clones, as torch reads beside tensors that are views of others
+            torch.set_rng_state(state["rng"].cpu().clone())
+            if state["gpu_rng"] is not None and self.workload.device.type == "cuda":
+                torch.cuda.set_rng_state(state["gpu_rng"].cpu().clone(), self.workload.device)
+            self._loss.copy_(state["loss"])
+            self._losses = state["losses"]
+            self._timeline.restore(state["spans"])
+        self._lines, self._seconds = state["lines"], state["time_s"]
+        self._best = state["best"] if self._has_best() else None
+        self._timeline.go_on(at=self._seconds)
+
+    def _has_best(self) -> bool:
+        """Is the best model so far there? If not, the next one is the best that there is."""
+        return all(gathered(self.rank != 0 or self.folder.best_path.exists()))
+
+    def _changes(self, state: dict[str, Any], workers: int) -> tuple[Change, ...]:
+        """Those before the checkpoint, and the one that there is now."""
+        change = Change(
+            step=self.opt.clock,
+            workers=(workers, self.settings.workers),
+            batch_size=(state["batch_size"], self.settings.batch_size),
+            taken=tuple(state["gradient_steps"]),
+            begins=tuple(self._gradient_steps()),
+        )
+        return (*changes_in(state), *([change] if change.is_one else []))
+
+    def _record_changes(self) -> None:
+        """config.yaml with what the run is now, and with how it came to be."""
+        config = self._config()
+        if (self.folder.path / "config.yaml").exists():
+            config = {k: v for k, v in self.folder.config().items() if k != "changes"}
+        config |= {name: getattr(self.settings, name) for name in ("workers", "batch_size")}
+        if self._loop.changes:
+            config["changes"] = [change.as_dict() for change in self._loop.changes]
+        self.folder.create(config)
 
 
 def run_config(
@@ -371,6 +438,7 @@ def start_line(settings: Settings, steps: int, workers: int) -> dict[str, Any]:
     return zeros | {
         "train_loss": None,
         "lr": learning_rate(settings, steps, 0),
+        "workers": workers,
         "distance": [0.0] * workers,
         "agreement": None,
     }

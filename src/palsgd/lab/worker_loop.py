@@ -1,5 +1,6 @@
 """The model, the optimizer and the batches of this process, whose steps are trained or timed."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import palsgd
+from palsgd.lab.data.sharding import Changes
 from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
+from palsgd.process_groups import twin
 
 
 class WorkerLoop:
@@ -25,11 +28,12 @@ class WorkerLoop:
 
     def __init__(self, settings: Settings, workload: Workload, *, own_group: bool = False):
         self.settings, self.workload = settings, workload
+        self.changes: Changes = ()  # of the number of workers, so far
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
         self.net = workload.model().to(workload.device)
-        self._own_group: Any = dist.new_group() if own_group and self.world > 1 else None
+        self._own_group: Any = twin(None) if own_group and self.world > 1 else None
         self.model, group = self._wrapped()
         self.opt: palsgd.LocalOptimizer = build_optimizer(settings, self.steps, self.model, group)
         torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
@@ -56,14 +60,22 @@ class WorkerLoop:
         """This rank's parts of its worker's batches, by index, so that a resumed run continues with
         the next batch."""
         ranks = self.settings.ranks_per_worker
+        dealt = {"changes": self.changes} if self.changes and self.deals_anew else {}
         while True:
             batch = self.workload.batch(
                 worker=self.rank // ranks,
                 workers=self.world // ranks,
                 size=self.settings.batch_size,
                 index=self.opt.gradient_steps,
+                **dealt,
             )
             yield split_batch(batch, ranks)[self.rank % ranks]
+
+    @property
+    def deals_anew(self) -> bool:
+        """Does the workload know what to deal out after a change of the number of workers? One of
+        the user's own may not."""
+        return "changes" in inspect.signature(self.workload.batch).parameters
 
     def gradient(self, batch: Any) -> Tensor:
         """The loss; the gradient is where the optimizer finds it."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from palsgd.lab.data.download import Data, Progress
-from palsgd.lab.data.sharding import Shards
+from palsgd.lab.data.sharding import Changes, Shards
 from palsgd.lab.data.splits import held_out
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ class Workload(ABC):
     with a row for each example; a workload whose data are no such tensors writes `batch` and
     `validation` instead.
 
-    Batches are a pure function of worker, index and seed, so a resumed run, a simulated one and
-    one in real processes see the same data, and no loader state is ever saved.
+    Batches are a pure function of worker, index, seed and changes of the number of workers, so a
+    resumed run, a simulated one and one in real processes see the same data, and no loader state is
+    ever saved.
     """
 
     name: ClassVar[str]
@@ -135,9 +136,14 @@ class Workload(ABC):
         workload that writes this says `metric` and `higher_is_better` too."""
         return None
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Any:
-        """The `index`-th batch of a worker, of the examples that `sharding` gives to it."""
-        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> Any:
+        """The `index`-th batch of a worker, of the examples that `sharding` gives to it. `changes`
+        is given where the number of workers has changed in the run."""
+        which = self._shards.batch(
+            worker=worker, workers=workers, size=size, index=index, changes=changes
+        )
         return tuple(column[which] for column in self.train)
 
     def joint_batch(self, *, workers: int, size: int, index: int) -> Any:

@@ -2,25 +2,30 @@
 
 A checkpoint is a folder `step-CLOCK` with a file for each piece of a state. It is written under
 another name, forced onto the disk, and then renamed: it is there whole or not at all, whenever the
-process or the machine ends. Nothing in it is unpickled but tensors and plain values.
+process or the machine ends. Sizes and checksums are compared before it is read. Nothing in it is
+unpickled but tensors and plain values.
 """
 
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from palsgd.checks import check_int, check_text
+from palsgd.json_files import read_json, read_json_object
+
 KEEP = 2  # so many are kept, in case that the newest one is damaged later
 _NAME = re.compile(r"step-(\d+)")
-_CONTENTS = "contents"  # the file with the sizes of the others
+_CONTENTS = "contents.json"  # the file with the sizes and checksums of the others
+_PIECE = 1 << 24  # bytes that are read at a time
 _PART = "part"  # how the name of a folder ends that is not yet whole
 
 
@@ -65,8 +70,8 @@ class Checkpoints:
         part = whole.with_name(f"{whole.name}.{os.getpid()}.{_PART}")
         part.mkdir(parents=True)
         try:
-            sizes = {name: _write(part / f"{name}.pt", piece) for name, piece in state}
-            _write(part / _CONTENTS, sizes)
+            contents = {name: _write(part / f"{name}.pt", piece) for name, piece in state}
+            (part / _CONTENTS).write_text(json.dumps(contents))
             # together, as the disk then writes them in one go
             with ThreadPoolExecutor(max_workers=8) as threads:
                 list(threads.map(_force, part.iterdir()))
@@ -124,7 +129,11 @@ class ProgramList:
         """The runs and the engine of each."""
         if not self._path.exists():
             return []
-        return [(each["runs"], each["engine"]) for each in json.loads(self._path.read_text())]
+        fix = f"delete {self.folder} to start over"
+        try:
+            return [_program(each) for each in read_json(self._path, fix=fix)]
+        except (KeyError, TypeError):
+            raise ValueError(f"{self._path} is no list of programs; {fix}") from None
 
     def add(self, programs: Iterable[tuple[list[int], str]]) -> None:
         known = self.read()
@@ -140,10 +149,33 @@ class ProgramList:
         return Checkpoints(self.folder / f"program-{first}")
 
 
-def _write(path: Path, value: Any) -> int:
-    """Returns the bytes of the file."""
-    torch.save(value, path)
-    return path.stat().st_size
+def _program(values: Any) -> tuple[list[int], str]:
+    runs = [check_int("run", run) for run in values["runs"]]
+    return runs, check_text("engine", values["engine"])
+
+
+class _Summed:
+    """A file that adds up what is written to it. The checksum is one that takes no longer than a
+    disk does: it finds damage, not forgery."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.size, self.checksum = file, 0, 0
+
+    def write(self, content: Any) -> int:
+        self.checksum = zlib.crc32(content, self.checksum)
+        self.size += len(content)
+        return self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(path: Path, value: Any) -> list[int]:
+    """Returns the size and the checksum of the file."""
+    with open(path, "wb") as file:
+        summed = _Summed(file)
+        torch.save(value, summed)  # type: ignore[arg-type]
+    return [summed.size, summed.checksum]
 
 
 def _force(path: Path) -> None:
@@ -156,9 +188,19 @@ def _force(path: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Has every file the size with which it was written?"""
+    """Has every file the size and the checksum with which it was written?"""
     try:
-        sizes = torch.load(folder / _CONTENTS, weights_only=True)
-        return all((folder / f"{n}.pt").stat().st_size == size for n, size in sizes.items())
-    except (OSError, RuntimeError, pickle.UnpicklingError):
+        contents = read_json_object(folder / _CONTENTS, fix="leave it out")
+        return bool(contents) and all(
+            _read_sums(folder / f"{name}.pt") == sums for name, sums in contents.items()
+        )
+    except (OSError, ValueError):
         return False
+
+
+def _read_sums(path: Path) -> list[int]:
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        while content := file.read(_PIECE):
+            size, checksum = size + len(content), zlib.crc32(content, checksum)
+    return [size, checksum]

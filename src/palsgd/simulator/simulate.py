@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from palsgd.checks import check_choice, check_int
+from palsgd.checks import (
+    check_choice,
+    check_flag,
+    check_function,
+    check_int,
+    check_path,
+    check_text,
+    in_error,
+)
 from palsgd.cluster import Cluster
 from palsgd.simulator.checkpoints import Checkpoints, ProgramList
 from palsgd.simulator.history import Evaluate, Every
@@ -208,7 +216,7 @@ def simulate_many(
     plans = _plans(runs, common | {"evaluate_every": evaluate_every})
     if checkpoint is not None:
         plans = {n: plan | {"pause_every": plan["evaluate_every"]} for n, plan in plans.items()}
-    known = None if checkpoint is None else ProgramList(checkpoint)
+    known = None if checkpoint is None else ProgramList(check_path("checkpoint", checkpoint))
     found: dict[int, Result] = {}
     for together in simulation.programs(plans, at_once, [] if known is None else known.read()):
         if known is not None:
@@ -307,8 +315,15 @@ def _trained(program: Program, store: Checkpoints | None) -> list[Result]:
 def _simulation(
     *, workers: int, steps: int, vectorize: bool | str, cluster: Cluster | None, **others: Any
 ) -> Simulation:
-    if vectorize not in (True, False, "auto"):
-        raise ValueError(f"vectorize={vectorize!r} is unknown; use True, False or 'auto'")
+    if not isinstance(vectorize, bool) and vectorize != "auto":
+        given = in_error(vectorize)
+        raise ValueError(f"vectorize={given} is unknown; use True, False or 'auto'")
+    check_function("model", others["model"], "lambda: torch.nn.Linear(2, 1)")
+    check_function("loss", others["loss"], "lambda model, batch: model(batch).mean()")
+    others["device"] = _device(others["device"])
+    _check_program(others["compile"], others["progress"])
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise ValueError(f"cluster={in_error(cluster)} must be a palsgd.Cluster")
     if cluster is not None and cluster.workers != workers:
         raise ValueError(
             f"workers={workers}, but the cluster has workers={cluster.workers}; give both the same"
@@ -322,17 +337,45 @@ def _simulation(
     )
 
 
+def _device(device: Any) -> torch.device | None:
+    if device is None or isinstance(device, torch.device):
+        return device
+    try:
+        found = torch.device(check_text("device", device))
+    except RuntimeError:
+        given = in_error(device)
+        raise ValueError(f"device={given} is unknown; use for instance 'cpu' or 'cuda:0'") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}, but no GPU is to be seen here; use 'cpu'")
+    return found
+
+
+def _check_program(compile: Any, progress: Any) -> None:
+    if compile is not None and not isinstance(compile, bool | str):
+        raise ValueError(f"compile={in_error(compile)} must be True, False, None or a mode's name")
+    if progress is not None:
+        check_flag("progress", progress)
+
+
 def _plans(runs: Sequence[Mapping[str, Any]], common: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    if not isinstance(runs, Sequence) or isinstance(runs, str | bytes):
+        raise ValueError(f"runs={in_error(runs)} must be a list of mappings, one for each run")
     return {number: _complete(run, number, common) for number, run in enumerate(runs)}
 
 
 def _complete(run: Mapping[str, Any], number: int, common: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(run, Mapping):
+        raise ValueError(f"run {number} is {in_error(run)}; give a mapping, such as {{'seed': 1}}")
     for name in run:
         check_choice(f"a key of run {number}", name, tuple(common))
     plan = common | dict(run)
     for name in ("method", "data"):
         if plan[name] is None:
             raise ValueError(f"run {number} has no {name}; give it one, or pass {name}= for all")
+    check_function("method", plan["method"], "lambda model: palsgd.DiLoCo(model, inner)")
+    check_function("data", plan["data"], "lambda worker: batches[worker]")
+    if plan["evaluate"] is not None:
+        check_function("evaluate", plan["evaluate"], "lambda model: {'loss': loss(model)}")
     for name in ("evaluate_every", "pause_every"):
         if name in plan and not callable(plan[name]):
             check_int(name, plan[name], least=1)

@@ -5,14 +5,16 @@ themselves (DistributedDataParallel, fully_shard), and the group of the optimize
 every worker.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from palsgd.process_groups import ranks_of
 from palsgd.replica import uncompiled
+from palsgd.transports.json_exchange import gathered
 from palsgd.transports.transport import Transport
 from palsgd.two_levels import is_inside, ranks_inside
 
@@ -28,6 +30,11 @@ class Place(NamedTuple):
     rank: int
     inside: tuple[int, ...]  # the ranks that its wrapper averages over
     across: tuple[int, ...]  # the ranks of the optimizer's group
+
+    @classmethod
+    def read(cls, found: Any) -> Self:
+        rank, inside, across = found
+        return cls(int(rank), tuple(map(int, inside)), tuple(map(int, across)))
 
 
 def wrapper_group(model: nn.Module) -> ProcessGroup | None:
@@ -76,7 +83,9 @@ def check_places(inside: ProcessGroup, group: ProcessGroup | None, wrapper: str)
     rank of every worker. First the ranks inside each worker exchange their places, then those of
     each group, so that all ranks raise if one of them does."""
     mine = Place(dist.get_rank(), ranks_of(inside), ranks_of(group))
-    places = gathered(gathered([mine], inside), group)
+    of_worker = gathered(mine, inside, Place.read)
+    of_all = gathered(of_worker, group, lambda found: [Place.read(each) for each in found])
+    places = [place for each in of_all for place in each]
     for place in sorted(places, key=lambda found: (found.rank != mine.rank, found.rank)):
         if set(place.inside) & set(place.across) != {place.rank}:
             raise ValueError(_overlap(place, wrapper, missing=group is None))
@@ -103,17 +112,6 @@ def _overlap(place: Place, wrapper: str, *, missing: bool) -> str:
 
 def _remedy(wrapper: str) -> str:
     return _REMEDY.format(wrapper=wrapper)
-
-
-def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def gathered(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
-    """The lists of all ranks of `group`, end to end."""
-    lists: list[list[Any]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(lists, mine, group=group)
-    return [item for found in lists for item in found]
 
 
 def _words(ranks: tuple[int, ...]) -> str:

@@ -9,16 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from palsgd.process_groups import backends_of, twin
 from palsgd.sharding import is_sharded
 from palsgd.transports.background import Background
-from palsgd.transports.levels import (
-    check_group,
-    check_places,
-    copies_inside,
-    gathered,
-    ranks_of,
-)
+from palsgd.transports.json_exchange import gathered
+from palsgd.transports.levels import check_group, check_places, copies_inside
 from palsgd.transports.transport import Message, Transport, check_agreement
+from palsgd.transports.waiting import watch_of
 
 
 class ProcessGroupTransport(Transport):
@@ -36,14 +33,24 @@ class ProcessGroupTransport(Transport):
         self.worker, self.workers = dist.get_rank(group), dist.get_world_size(group)
         self.rank_inside = 0 if inside is None else dist.get_rank(inside)
         # NCCL averages CUDA tensors itself
-        self._divides = "nccl" in dist.get_backend_config(group)
+        self._divides = "nccl" in backends_of(group).values()
         self._behind: ProcessGroupTransport | None = None  # for exchanges in the background
         self._background: Background | None = None
         self._flying: WeakKeyDictionary[Message, Future[int]] = WeakKeyDictionary()
+        self._watch = watch_of(group)
+        self._watch.names = [f"worker {worker}" for worker in range(self.workers)]
 
     @property
     def channel(self) -> Any:
         return self.group or dist.group.WORLD
+
+    def exchange(self, message: Message) -> int:
+        with self._watch.waiting():
+            return self._exchange(message)
+
+    def _exchange(self, message: Message) -> int:
+        with self._watch.present(message.values):
+            return super().exchange(message)
 
     def mean(self, message: Message) -> int | None:
         if self.workers == 1:
@@ -95,8 +102,8 @@ class ProcessGroupTransport(Transport):
         group, as the order of their exchanges and those of the main thread differs between ranks.
         Every rank must call this."""
         if self._behind is None:
-            inside = None if self.inside is None else _twin(self.inside)
-            self._behind = ProcessGroupTransport(_twin(self.group), inside, sharded=self.sharded)
+            inside = None if self.inside is None else twin(self.inside)
+            self._behind = ProcessGroupTransport(twin(self.group), inside, sharded=self.sharded)
             self._background = Background(device)
 
     def start(self, message: Message) -> None:
@@ -106,10 +113,12 @@ class ProcessGroupTransport(Transport):
                 "every rank before the first start()"
             )
         behind = self._behind
-        self._flying[message] = self._background.submit(lambda: behind.exchange(message))
+        self._flying[message] = self._background.submit(lambda: behind._exchange(message))
 
     def finish(self, message: Message) -> int:
-        return self._flying[message].result()
+        assert self._behind is not None
+        with self._behind._watch.waiting():
+            return self._flying[message].result()
 
     def gather_inside(self, row: Tensor) -> Tensor:
         if self.inside is None:
@@ -126,19 +135,19 @@ class ProcessGroupTransport(Transport):
         # The ranks inside each worker gather first, then the workers, so every rank has the
         # settings of all.
         mine = [(dist.get_rank(), settings)]
-        inside = mine if self.inside is None else gathered(mine, self.inside)
-        everyone = gathered(inside, self.group)
+        inside = mine if self.inside is None else _end_to_end(gathered(mine, self.inside, _read))
+        everyone = _end_to_end(gathered(inside, self.group, _read))
         everyone.sort(key=lambda found: found[0])
         check_agreement([s for _, s in everyone], [f"rank {rank}" for rank, _ in everyone])
 
 
-def _twin(group: ProcessGroup | None) -> ProcessGroup:
-    """A new group of the same ranks."""
-    ranks = ranks_of(group)
-    some = len(ranks) < dist.get_world_size()
-    twin = dist.new_group(list(ranks), use_local_synchronization=some)
-    assert isinstance(twin, ProcessGroup)  # this rank is in the group
-    return twin
+def _read(found: Any) -> list[tuple[int, dict[str, Any]]]:
+    """The settings of some ranks, as `agree` sends them."""
+    return [(int(rank), dict(settings)) for rank, settings in found]
+
+
+def _end_to_end(lists: list[list[Any]]) -> list[Any]:
+    return [item for each in lists for item in each]
 
 
 def find_transport(

@@ -109,7 +109,36 @@ Download = Annotated[bool, typer.Option("--download", help="Fetch missing data."
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 Force = Annotated[bool, typer.Option("--force", help="Start over in a folder that is in use.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run is.")]
+Elastic = Annotated[
+    bool,
+    typer.Option(
+        "--elastic",
+        help="With --resume: go on with --workers, or with as many as torchrun has started, though "
+        "the run had another number.",
+    ),
+]
+KeepBatch = Annotated[
+    str,
+    typer.Option(
+        help="Whose batch stays the same where the number of workers changes: that of a worker, or "
+        "the global one, which is that of all together.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="If a worker process fails, start all of them again from the last checkpoint, at most "
+        "so many times; under torchrun use its --max-restarts.",
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        help="Seconds that a worker waits in one exchange for the others before it gives up."
+    ),
+]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
 
 
@@ -119,6 +148,17 @@ def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Setti
     given = {name: value for name, value in flags.items() if value is not None}
     import_method(given.get("method"), *(changes or []))
     return workloads.recipe(recipe).changed(assignments(changes or []) | given)
+
+
+def is_elastic(
+    elastic: bool, *, resume: bool, workers: int | None, changes: list[str] | None
+) -> bool:
+    """May a run that is resumed get another number of workers? Also where one is given with
+    --resume, but not under torchrun, whose command stays the same however many there are."""
+    from palsgd.lab.launcher import under_torchrun
+
+    given = workers is not None or "workers" in assignments(changes or [])
+    return elastic or (resume and given and not under_torchrun())
 
 
 def import_method(method: str | None, *changes: str) -> None:
@@ -135,13 +175,9 @@ def cluster_fields(spec: str | None) -> str | None:
     """The fields of a file in one line, so that a run's config says all."""
     if spec is None or not spec.endswith((".yaml", ".yml")):
         return spec
-    import yaml
+    from palsgd.lab.yaml_files import read_yaml
 
-    if not Path(spec).is_file():
-        raise ValueError(f"there is no file {spec}; give one, or fields: 100mbit,20ms,step=50ms")
-    fields = yaml.safe_load(Path(spec).read_text())
-    if not isinstance(fields, dict):
-        raise ValueError(f"{spec} has no fields; write lines such as rate: 100mbit")
+    fields = read_yaml(spec, fix="give lines such as rate: 100mbit, or 100mbit,20ms,step=50ms")
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 

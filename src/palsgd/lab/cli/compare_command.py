@@ -8,7 +8,9 @@ from palsgd.lab.cli.common_options import (
     Data,
     Device,
     Download,
+    Elastic,
     Force,
+    KeepBatch,
     Methods,
     MixProb,
     MixRate,
@@ -20,21 +22,24 @@ from palsgd.lab.cli.common_options import (
     RanksPerWorker,
     Recipe,
     Report,
+    Restarts,
     Resume,
     Seed,
     Seeds,
     Simulate,
     Steps,
     SyncEvery,
+    Timeout,
     Tuned,
     Workers,
     cluster_fields,
+    is_elastic,
     method_names,
     new_folder,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
-from palsgd.lab.settings import assignments
+from palsgd.lab.settings import TIMEOUT_S, assignments
 
 
 def compare(
@@ -61,6 +66,10 @@ def compare(
     device: Device = "auto",
     force: Force = False,
     resume: Resume = False,
+    elastic: Elastic = False,
+    keep_batch: KeepBatch = "worker",
+    restarts: Restarts = 0,
+    timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -86,7 +95,9 @@ def compare(
         given=given | assignments(changes or []).keys(),
     )  # fmt: skip
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
-         download=download, device=device, force=force, resume=resume, quiet=quiet,
-         link=link)  # fmt: skip
+         download=download, device=device, force=force, resume=resume,
+         elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
+         keep_batch=keep_batch, quiet=quiet, link=link, restarts=restarts,
+         timeout_s=timeout)  # fmt: skip
     for remark in remarks:  # last: bad input gets one line
         typer.echo(remark, err=True)

@@ -40,7 +40,9 @@ def demo(
     out = out or new_folder("demo")
     try:
         reason = run_demo(out, link, Options(quiet=quiet, force=force, resume=resume))
-    except (StoppedError, KeyboardInterrupt):
+    except StoppedError as stopped:
+        stop(out, stopped.code)
+    except KeyboardInterrupt:
         stop(out)
     shown = None if reason is None else link  # what was emulated is measured
     typer.echo(headline(Comparison(group(find_runs([out])), shown), link))

@@ -3,7 +3,6 @@
 No module of this package imports torch or numpy before a command runs, so that help comes at once.
 """
 
-import difflib
 import functools
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from palsgd import interrupts
+from palsgd.checks import nearest
 from palsgd.lab.cli.bench_command import link
 from palsgd.lab.cli.compare_command import compare
 from palsgd.lab.cli.data_commands import check, data_list, fetch, prepare
@@ -97,19 +97,14 @@ def _usage_line(error: Any) -> str:
         params = context.command.get_params(context)
         known = [name for param in params for name in (*param.opts, *param.secondary_opts)]
         word = error.option_name
-        return f"there is no option {word}; did you mean {_nearest(word, known)}?"
+        return f"there is no option {word}; did you mean {nearest(word, known)}?"
     if said.startswith("No such command"):
         word, known = said.split("'")[1], context.command.list_commands(context)
         return (
-            f"there is no command {word!r}; did you mean {_nearest(word, known)!r}? There are "
+            f"there is no command {word!r}; did you mean {nearest(word, known)!r}? There are "
             f"{', '.join(known)}"
         )
     return said
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    (nearest,) = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
-    return nearest
 
 
 def main() -> None:

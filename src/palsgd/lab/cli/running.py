@@ -22,7 +22,9 @@ def run_and_show(
     failure = None
     try:
         run_all(runs, out, Options(**options), swept)
-    except (StoppedError, KeyboardInterrupt):
+    except StoppedError as stopped:
+        stop(out, stopped.code)
+    except KeyboardInterrupt:
         stop(out)
     except FailedRunsError as error:
         failure = error
@@ -42,12 +44,16 @@ def show(out: Path, report: bool, link: str | None = None) -> None:
         typer.echo(f"report: {write_report([out], out / 'report.html', link=link)}")
 
 
-def stop(out: Path) -> NoReturn:
-    """After Ctrl-C: say what is in the folder, and how to go on."""
+def stop(out: Path, code: int = 130) -> NoReturn:
+    """After Ctrl-C, or a signal that means the same: say what is in the folder, and how to go
+    on."""
     from palsgd.lab.kept import kept
+    from palsgd.lab.launcher import first_rank
 
+    if not first_rank():
+        sys.exit(code)
     words = [word for word in sys.argv[1:] if word not in ("--force", "--resume")]
     named = any(word == "--out" or word.startswith("--out=") for word in words)
     flags = ["--resume"] if named else ["--out", str(out), "--resume"]
     again = shlex.join(["palsgd", *words, *flags])
-    fail(f"stopped; {kept(out)}. Go on with: {again}", 130)
+    fail(f"stopped; {kept(out)}. Go on with: {again}", code)

@@ -5,7 +5,9 @@ from palsgd.lab.cli.common_options import (
     Data,
     Device,
     Download,
+    Elastic,
     Force,
+    KeepBatch,
     MethodName,
     MixProb,
     MixRate,
@@ -16,17 +18,21 @@ from palsgd.lab.cli.common_options import (
     RanksPerWorker,
     Recipe,
     Report,
+    Restarts,
     Resume,
     Seed,
     Simulate,
     Steps,
     SyncEvery,
+    Timeout,
     Workers,
     cluster_fields,
+    is_elastic,
     new_folder,
     settings_from,
 )
 from palsgd.lab.cli.running import run_and_show
+from palsgd.lab.settings import TIMEOUT_S
 
 
 def train(
@@ -49,6 +55,10 @@ def train(
     device: Device = "auto",
     force: Force = False,
     resume: Resume = False,
+    elastic: Elastic = False,
+    keep_batch: KeepBatch = "worker",
+    restarts: Restarts = 0,
+    timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
@@ -66,4 +76,5 @@ def train(
     runs = runs_of(settings, (settings.method,))
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
-         quiet=quiet)  # fmt: skip
+         elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
+         keep_batch=keep_batch, quiet=quiet, restarts=restarts, timeout_s=timeout)  # fmt: skip

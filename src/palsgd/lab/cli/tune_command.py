@@ -75,7 +75,9 @@ def tune(
             recipe, base, names, out, options, trials=trials, seeds=seeds,
             given=assignments(changes or []),
         )  # fmt: skip
-    except (StoppedError, KeyboardInterrupt):
+    except StoppedError as stopped:
+        stop(out, stopped.code)
+    except KeyboardInterrupt:
         stop(out)
     for sentence in found.verdicts:
         typer.echo(sentence)

@@ -1,9 +1,8 @@
 """CIFAR-10 from disk, as tensors that live on the training device."""
 
 import hashlib
-import json
 import lzma
-import pickle
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palsgd.checks import check_int
+from palsgd.json_files import read_json_object
 from palsgd.lab.data import device as on_device
+from palsgd.lab.data.pickled_batches import read_batch
+from palsgd.lab.data.pictures import read_picture
 
 SPLITS = ("train", "test")
 _BATCHES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+_MOST_BYTES = 2**23  # of unpacked labels and names; there are 60,000
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -24,6 +28,13 @@ _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 class Split:
     images: Tensor  # uint8, N x 3 x 32 x 32
     labels: Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.images) != len(self.labels) or not len(self.labels):
+            raise ValueError(
+                f"there are {len(self.images)} images and {len(self.labels)} labels of CIFAR-10, "
+                "not equally many; copy them again"
+            )
 
     def to(self, device: Any) -> "Split":
         return Split(self.images.to(device), self.labels.to(device))
@@ -49,8 +60,7 @@ def load_split(folder: str | Path, split: str) -> Split:
             return _join([_original(place, name) for name in _batches(split)])
     if (root / "data_batch_1.webp").exists():
         return _compact(root, split)
-    labels = json.loads((root / "labels.json").read_text())
-    return Split(_sprite(root / f"{split}.webp"), torch.tensor(labels[split]["labels"]))
+    return Split(_sprite(root / f"{split}.webp"), _labels_of(root / "labels.json", split))
 
 
 def require(root: Path) -> None:
@@ -102,11 +112,9 @@ def normalized(images: Tensor) -> Tensor:
 
 def _original(place: Path, name: str) -> Split:
     try:
-        with open(place / name, "rb") as file:
-            found = pickle.load(file, encoding="bytes")
-        images = torch.from_numpy(np.array(found[b"data"])).view(-1, 3, 32, 32)
-        return Split(images, torch.tensor(found[b"labels"]))
-    except (OSError, pickle.UnpicklingError, KeyError, EOFError, RuntimeError) as error:
+        images, labels = read_batch(place / name)
+        return Split(torch.from_numpy(images).view(-1, 3, 32, 32), torch.tensor(labels))
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{place / name} is missing or corrupt ({error}); unpack it again"
         ) from error
@@ -114,11 +122,37 @@ def _original(place: Path, name: str) -> Split:
 
 def _compact(root: Path, split: str) -> Split:
     """The labels of all batches are in one file, in the order of the batches, the test's last."""
-    with lzma.open(root / "labels_filenames.tsv.xz", "rt") as rows:
-        labels = torch.tensor([int(row.split("\t")[0]) for row in rows])
+    labels = _packed_labels(root / "labels_filenames.tsv.xz")
     images = torch.cat([_sprite(root / f"{name}.webp") for name in _batches(split)])
     own = labels[: len(images)] if split == "train" else labels[-len(images) :]
     return Split(images, own)
+
+
+def _packed_labels(path: Path) -> Tensor:
+    """The first word of each row. No more is unpacked than such a file has."""
+    try:
+        with lzma.open(path) as file:
+            rows = file.read(_MOST_BYTES).decode().splitlines()
+        return _labels(int(row.split("\t")[0]) for row in rows)
+    except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
+        raise ValueError(f"{path} is missing or corrupt ({error}); copy it again") from error
+
+
+def _labels_of(path: Path, split: str) -> Tensor:
+    fix = 'copy it again, or write {"train": {"labels": [...]}, "test": {"labels": [...]}}'
+    found = read_json_object(path, fix=fix)
+    try:
+        return _labels(found[split]["labels"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no labels of {split} ({error}); {fix}") from None
+
+
+def _labels(found: Iterable[Any]) -> Tensor:
+    """Whole numbers from 0 to 9 as a tensor."""
+    labels = [check_int("label", each) for each in found]
+    if max(labels, default=0) > 9:
+        raise ValueError(f"label={max(labels)} must be a whole number from 0 to 9")
+    return torch.tensor(labels)
 
 
 def _batches(split: str) -> list[str]:
@@ -132,12 +166,12 @@ def _join(parts: list[Split]) -> Split:
 
 def _sprite(path: Path) -> Tensor:
     """Tiles of 32 x 32 pixels, row by row."""
-    from PIL import Image
-
-    try:
-        pixels = np.asarray(Image.open(path).convert("RGB"))
-    except OSError as error:
-        raise ValueError(f"{path} is missing or not an image ({error}); copy it again") from error
+    pixels = np.asarray(read_picture(path))
+    if pixels.shape[0] % 32 or pixels.shape[1] % 32:
+        raise ValueError(
+            f"{path} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not tiles of 32 x 32; copy "
+            "it again"
+        )
     rows, columns = pixels.shape[0] // 32, pixels.shape[1] // 32
     tiles = pixels.reshape(rows, 32, columns, 32, 3).transpose(0, 2, 4, 1, 3)
     return torch.from_numpy(np.ascontiguousarray(tiles).reshape(-1, 3, 32, 32))

@@ -7,9 +7,7 @@ worker and index, so it does not matter which thread decodes it, or when.
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch import Tensor
 from palsgd.lab.data import device as on_device
 from palsgd.lab.data import splits
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
-from palsgd.lab.data.sharding import Shards, random_stream
+from palsgd.lab.data.pictures import opened_picture, read_picture
+from palsgd.lab.data.sharding import Changes, Shards, random_stream
 
 SPLITS = ("train", "val")
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
@@ -45,16 +44,22 @@ class Photographs(ABC):
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
     @abstractmethod
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> tuple[Tensor, Tensor]:
         """Images and labels for training, on the device."""
 
     @abstractmethod
     def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
         """The middles of images of `train` or `val`, and their labels, on the device."""
 
-    def _drawn(self, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, np.ndarray]:
+    def _drawn(
+        self, worker: int, workers: int, size: int, changes: Changes, index: int
+    ) -> tuple[Tensor, np.ndarray]:
         """The images of a batch, and the random numbers for their crops."""
-        which = self._shards.batch(worker=worker, workers=workers, size=size, index=index)
+        which = self._shards.batch(
+            worker=worker, workers=workers, size=size, index=index, changes=changes
+        )
         return which, random_stream(self._seed, worker, index).random((size, *CHANCES))
 
 
@@ -63,13 +68,16 @@ class FromFiles(Photographs):
 
     def __init__(self, train: Any, val: Any, **settings: Any):
         super().__init__(train, val, **settings)
-        self._begun: dict[tuple[int, int, int], dict[int, list[Future]]] = {}
+        self._begun: dict[tuple[int, int, int, Changes], dict[int, list[Future]]] = {}
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
-        begun = self._begun.get((worker, workers, size), {})
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> tuple[Tensor, Tensor]:
+        feed = (worker, workers, size, changes)
+        begun = self._begun.get(feed, {})
         wanted = range(index, index + 1 + AHEAD)
-        begun = {i: begun.get(i) or self._begin(worker, workers, size, i) for i in wanted}
-        self._begun[worker, workers, size] = begun
+        begun = {i: begun.get(i) or self._begin(self._drawn(*feed, i)) for i in wanted}
+        self._begun[feed] = begun
         return self._collect(begun.pop(index))
 
     def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
@@ -80,8 +88,8 @@ class FromFiles(Photographs):
 
         return self._collect([self._pool.submit(example, i) for i in range(len(folder))[part]])
 
-    def _begin(self, *batch: int) -> list[Future]:
-        which, chances = self._drawn(*batch)
+    def _begin(self, drawn: tuple[Tensor, np.ndarray]) -> list[Future]:
+        which, chances = drawn
         return [
             self._pool.submit(self._example, i, chance)
             for i, chance in zip(which.tolist(), chances, strict=True)
@@ -109,8 +117,10 @@ class InMemory(Photographs):
         super().__init__(train, val, **settings)
         self._loaded = {"train": self._read(train), "val": self._read(val)}
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> tuple[Tensor, Tensor]:
-        which, chances = self._drawn(worker, workers, size, index)
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> tuple[Tensor, Tensor]:
+        which, chances = self._drawn(worker, workers, size, changes, index)
         which = on_device.sent(which, self._device)
         images, labels = (each[which] for each in self._loaded["train"])
         height, width = images.shape[2:]
@@ -187,8 +197,7 @@ def _nothing_in(root: Path, found: str) -> ValueError:
 
 
 def decoded(folder: Any, i: int) -> Any:
-    with _opened(folder, i) as image:
-        return image.convert("RGB")
+    return read_picture(folder.samples[i][0])
 
 
 def normalized(images: Tensor) -> Tensor:
@@ -206,20 +215,8 @@ def _can_be_held(train: Any, val: Any, resolution: int) -> bool:
 
 
 def _size(folder: Any, i: int) -> tuple[int, int]:
-    with _opened(folder, i) as image:
+    with opened_picture(folder.samples[i][0]) as image:
         return image.size
-
-
-@contextmanager
-def _opened(folder: Any, i: int) -> Iterator[Any]:
-    from PIL import Image
-
-    path, _ = folder.samples[i]
-    try:
-        with Image.open(path) as image:
-            yield image
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is missing or not an image ({error}); copy it again") from error
 
 
 def _pixels(images: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """The data sets that workloads read: where they are, where they come from, how they are checked."""
 
 import hashlib
-import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from palsgd.json_files import read_text
 from palsgd.lab.data import cifar10, images, tokens
 from palsgd.lab.data.download import Data, Progress, place_of
 
@@ -106,7 +107,7 @@ class TinyStories(Source):
 
     def _encoded(self, place: Path, split: str) -> str:
         found = tokens.read(place, split).view(np.uint16)
-        record = json.loads((place / f"{split}.json").read_text())
+        record = tokens.read_record(place, split)
         stories = int((found == tokens.END).sum()) - 1
         whole = found[0] == found[-1] == tokens.END and found.max() <= tokens.END
         if not whole or stories != record["stories"]:
@@ -115,8 +116,9 @@ class TinyStories(Source):
                 f"{record['stories']} and {tokens.END}; prepare it again"
             )
         for source in record["sources"]:
-            if (place / source["name"]).exists():
-                _compare(place / source["name"], source["sha256"])
+            path = place / Path(source["name"]).name
+            if path.exists():
+                _compare(path, source["sha256"])
         return f"{stories:,} stories, {len(found):,} tokens"
 
 
@@ -152,17 +154,17 @@ def _checksums(place: Path) -> list[str]:
     for folder in (place, place.parent):
         if not (folder / SUMS).is_file():
             continue
-        for line in (folder / SUMS).read_text().splitlines():
+        for line in read_text(folder / SUMS, fix="get it again").splitlines():
             digest, _, name = line.partition(" ")
-            path = folder / name.strip().removeprefix("*")
-            if path.is_relative_to(place):
+            path = Path(os.path.normpath(folder / name.strip().removeprefix("*")))
+            if path.is_relative_to(os.path.normpath(place)):
                 _compare(path, digest)
                 right += 1
     return [f"the {SUMS} of {right} files"] if right else []
 
 
 def _compare(path: Path, digest: str) -> None:
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"{path} is missing; get it again")
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -11,12 +11,14 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from palsgd.checks import check_int, check_text
+from palsgd.json_files import read_json_object
 from palsgd.lab.atomic import atomic_path, atomic_write
 from palsgd.lab.data.download import Progress, fetch
 
@@ -26,6 +28,8 @@ SEPARATOR = "<|endoftext|>"
 TEXTS = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/main"
 TOKENIZER = "https://huggingface.co/openai-community/gpt2/resolve/main"
 NOT_A_TARGET = -100
+LONGEST = 2**24  # characters of a story or of a line; stories have some thousand
+UNPACKED = 100  # times the size of a packed file; texts have five
 
 Encode = Callable[[list[str]], Iterable[list[int]]]
 
@@ -98,16 +102,27 @@ def download(texts: Path, tokenizer: Path, progress: Progress | None = None) -> 
 
 def read(folder: Path, split: str) -> np.ndarray:
     """The tokens of a split, as many as its record says."""
-    path = folder / f"{split}.bin"
+    path, expected = folder / f"{split}.bin", read_record(folder, split)["tokens"]
     try:
-        expected = json.loads((folder / f"{split}.json").read_text())["tokens"]
         found = np.memmap(path, dtype=np.int16, mode="c")
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path} or its .json is missing or corrupt ({error}); prepare it again"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or corrupt ({error}); prepare it again") from error
     if len(found) != expected:
         raise ValueError(f"{path} has {len(found)} tokens, not {expected}; prepare it again")
+    return found
+
+
+def read_record(folder: Path, split: str) -> dict[str, Any]:
+    """What was said of a split when it was encoded: its tokens, stories and sources."""
+    path, fix = folder / f"{split}.json", "prepare it again"
+    found = {"stories": 0, "sources": []} | read_json_object(path, fix=fix)
+    try:
+        check_int("tokens", found.get("tokens"), least=1)
+        check_int("stories", found["stories"])
+        for source in found["sources"]:
+            check_text("name", source["name"]), check_text("sha256", source["sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no record of tokens ({error}); {fix}") from None
     return found
 
 
@@ -174,7 +189,7 @@ def _stories(path: Path, progress: Progress | None) -> Iterator[str]:
     story, total = "", path.stat().st_size
     try:
         with open(path, "rb") as raw, io.TextIOWrapper(_unpacked(raw, path), "utf-8") as text:
-            for line in text:
+            for line in _lines(text, most=UNPACKED * total):
                 *ended, rest = line.split(SEPARATOR)
                 for end in ended:
                     yield (story + end).strip()
@@ -182,9 +197,24 @@ def _stories(path: Path, progress: Progress | None) -> Iterator[str]:
                     if progress:
                         progress(path.name, raw.tell(), total)
                 story += rest
+                if len(story) > LONGEST:
+                    raise OSError(f"a story of more than {LONGEST:,} characters")
     except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is corrupt ({error}); download it again") from error
     yield story.strip()
+
+
+def _lines(text: TextIO, *, most: int) -> Iterator[str]:
+    """The lines of a text that has no more than `most` characters: a few packed bytes may stand for
+    more than there is memory or time."""
+    count = 0
+    while line := text.readline(LONGEST):
+        count += len(line)
+        if len(line) == LONGEST:
+            raise OSError(f"a line of more than {LONGEST:,} characters")
+        if count > most:
+            raise OSError(f"it unpacks to more than {UNPACKED} times its size")
+        yield line
 
 
 def _unpacked(raw: BinaryIO, path: Path) -> BinaryIO:

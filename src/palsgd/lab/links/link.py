@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from palsgd import units
+from palsgd.checks import as_number, check_text, in_error
 from palsgd.cluster import network
 
 _FRAME = 1514  # bytes of a full Ethernet frame, as the kernel's shaper counts them
@@ -29,12 +30,15 @@ class Link:
         _ = self.bits_per_second
         delay_ms = units.milliseconds("delay_ms", self.delay_ms, zero=True)
         object.__setattr__(self, "delay_ms", delay_ms)
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"loss={self.loss} must be a share in [0, 1), for instance 0.01")
+        if not 0 <= as_number(self.loss) < 1:
+            raise ValueError(
+                f"loss={in_error(self.loss)} must be a share in [0, 1), for instance 0.01"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Link":
         """The link of a text such as "100mbit,20ms" or "100mbit,20ms,loss=0.01"."""
+        check_text("link", text)
         given: dict[str, str] = {}
         for place, part in enumerate(each.strip() for each in text.split(",")):
             name, sign, value = part.partition("=")
@@ -42,14 +46,14 @@ class Link:
                 name, value = ("rate", "latency", part)[min(place, 2)], part
             if name not in ("rate", "latency", "loss"):
                 raise ValueError(
-                    f"{part!r} in link {text!r} cannot be emulated; write for instance "
-                    "100mbit,20ms or 100mbit,20ms,loss=0.01"
+                    f"{in_error(part)} in link {in_error(text)} cannot be emulated; write for "
+                    "instance 100mbit,20ms or 100mbit,20ms,loss=0.01"
                 )
             given[name] = value
         try:
             loss = float(given.get("loss", 0.0))
         except ValueError:
-            raise ValueError(f"loss={given['loss']} in link {text!r} is no number") from None
+            raise ValueError(f"loss={in_error(given['loss'])} in a link is no number") from None
         delay = units.milliseconds("latency", given.get("latency", 0.0), zero=True)
         return cls(given.get("rate"), delay, loss)
 
@@ -86,8 +90,8 @@ def _bits_per_second(rate: str) -> float:
         value = 0.0
     if not 8e3 <= value <= 1e12:
         raise ValueError(
-            f"rate={rate!r} is no rate from 8kbit to 1000gbit; write for instance 100mbit, or none "
-            "for no limit"
+            f"rate={in_error(rate)} is no rate from 8kbit to 1000gbit; write for instance 100mbit, "
+            "or none for no limit"
         )
     return value
 

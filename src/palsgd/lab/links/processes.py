@@ -1,18 +1,24 @@
 """One process per worker: started together, ended together."""
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, NoReturn
 
+from palsgd.interrupts import ENDING
+
+SETTLE_S = 60.0  # workers end together; one that is so late does not end by itself
 _TIED = str(Path(__file__).with_name("die_with_parent.py"))
 
 
@@ -28,9 +34,28 @@ class Finished:
     def check(self) -> None:
         if self.returncode:
             last = self.stderr.strip().splitlines()[-1:] or ["what it said is above, if anything"]
-            raise RuntimeError(
-                f"worker {self.worker} failed with exit code {self.returncode}: {last[0]}"
+            raise WorkerError(
+                f"worker {self.worker} failed with exit code {self.returncode}: {last[0]}",
+                self.worker,
+                self.returncode,
             )
+
+
+class WorkerError(RuntimeError):
+    """A worker failed, and all were ended."""
+
+    def __init__(self, message: str, worker: int, returncode: int | None):
+        super().__init__(message)
+        self.worker = worker
+        self.returncode = returncode  # negative: the signal that ended it; None: it did not end
+
+
+class AskedToLeaveError(Exception):
+    """This process received a signal to end, and its workers have left."""
+
+    def __init__(self, number: int):
+        super().__init__(f"signal {number}")
+        self.signal = number
 
 
 def tied(command: Sequence[str]) -> list[str]:
@@ -60,38 +85,108 @@ def run_together(
     commands: Sequence[Sequence[str]],
     environments: Sequence[Mapping[str, str]],
     *,
-    timeout: float,
+    timeout: float = math.inf,
     cwd: Path | str | None = None,
-    echo: bool = False,
+    echo: bool | str = False,
+    leave_s: float | None = None,
 ) -> list[Finished]:
     """Run the command in all workers until all have ended well. If one fails or the time is over,
-    all are ended. With `echo` the first worker's stderr is this process's."""
+    all are ended. With `echo` the first worker's stderr is this process's; with "all" that of all
+    workers, and their stdout. With `leave_s`, SIGTERM and SIGHUP to this process ask the workers to
+    leave, which have so many seconds for it."""
     with contextlib.ExitStack() as stack:
+        asked = stack.enter_context(_asked_to_leave(leave_s))
         started: list[_Worker] = []
         for number, (words, env) in enumerate(zip(commands, environments, strict=True)):
-            shown = echo and number == 0
+            shown = echo == "all" or (echo is True and number == 0)
             out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             process = subprocess.Popen(
-                words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out,
-                stderr=None if shown else err, start_new_session=True,
+                words, env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+                stdout=None if echo == "all" else out, stderr=None if shown else err,
+                start_new_session=True,
             )  # fmt: skip
             started.append(_Worker(number, process, out, err))
             stack.callback(started[-1].end)
-        _wait(started, timeout)
+        _wait(started, timeout, asked)
         return [worker.finished() for worker in started]
 
 
 def run_on_loopback(
-    command: Sequence[str], workers: int, *, timeout: float, echo: bool = False
+    command: Sequence[str],
+    workers: int,
+    *,
+    timeout: float = math.inf,
+    echo: bool | str = False,
+    env: Mapping[str, str] | None = None,
+    leave_s: float | None = None,
 ) -> list[Finished]:
     """Run the same processes without links, all on this machine's loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     interface = "lo0" if sys.platform == "darwin" else "lo"
-    environments = [
-        environment(rank, workers, "127.0.0.1", port, interface) for rank in range(workers)
-    ]
-    return run_together([tied(command)] * workers, environments, timeout=timeout, echo=echo)
+    with _store_on_loopback() as port:
+        environments = [
+            environment(rank, workers, "127.0.0.1", port, interface)
+            | {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # that store, and none of the first rank's
+            | dict(env or {})
+            for rank in range(workers)
+        ]
+        return run_together(
+            [tied(command)] * workers, environments, timeout=timeout, echo=echo, leave_s=leave_s
+        )
+
+
+@contextlib.contextmanager
+def _store_on_loopback() -> Iterator[int]:
+    """The store through which the workers of this machine find each other; its port. torch's own
+    would listen on all interfaces, and answers everybody who can reach it."""
+    from torch.distributed import TCPStore
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = int(listening.getsockname()[1])
+        store = TCPStore(  # it closes the socket when it is gone
+            "127.0.0.1", port, is_master=True, wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+    yield port
+    del store
+
+
+@contextlib.contextmanager
+def _asked_to_leave(leave_s: float | None) -> Iterator["_Asked"]:
+    """Inside, SIGTERM and SIGHUP are noted, to be passed on to the workers."""
+    asked = _Asked(leave_s or 0.0)
+    if leave_s is None or threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, asked.note) for number in ENDING}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Asked:
+    """Whether this process was asked to end, and what that means for its workers."""
+
+    def __init__(self, leave_s: float):
+        self.signal: int | None = None  # the first one
+        self._leave_s, self._came, self._passed_on, self._until = leave_s, 0, 0, math.inf
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+        self._came += 1
+
+    def pass_on(self, workers: Iterable["_Worker"]) -> None:
+        """Ask the workers to leave, as often as this process was asked."""
+        if self._came > self._passed_on:
+            self._passed_on, self._until = self._came, time.monotonic() + self._leave_s
+            for worker in workers:
+                worker.process.terminate()
+
+    @property
+    def over(self) -> bool:
+        """Have the workers had their time?"""
+        return time.monotonic() > self._until
 
 
 @dataclass(frozen=True)
@@ -111,21 +206,34 @@ class _Worker:
     def end(self) -> None:
         """End the process and all processes it started that are still in its process group."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            if hasattr(os, "killpg"):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            else:
+                self.process.kill()
         self.process.wait()
 
 
-def _wait(workers: list[_Worker], timeout: float) -> None:
+def _wait(workers: list[_Worker], timeout: float, asked: _Asked) -> None:
     deadline = time.monotonic() + timeout
     running = list(workers)
-    while running:
+    while running and not asked.over:
+        asked.pass_on(running)
         for worker in [each for each in running if each.process.poll() is not None]:
             running.remove(worker)
-            worker.finished().check()
+            if asked.signal is None:
+                worker.finished().check()
+            deadline = min(deadline, time.monotonic() + SETTLE_S)
         if running and time.monotonic() > deadline:
-            names = ", ".join(str(worker.number) for worker in running)
-            raise RuntimeError(
-                f"worker {names} had not finished after {timeout:g} s; give it more time or less "
-                "to do"
-            )
+            _give_up(running, timeout, all_at_work=len(running) == len(workers))
         time.sleep(0.02)
+    if asked.signal is not None and (running or any(each.process.poll() for each in workers)):
+        raise AskedToLeaveError(asked.signal)
+
+
+def _give_up(running: list[_Worker], timeout: float, *, all_at_work: bool) -> NoReturn:
+    names = ", ".join(str(worker.number) for worker in running)
+    if all_at_work:
+        reason = f"had not finished after {timeout:g} s; give it more time or less to do"
+    else:
+        reason = f"had not ended {SETTLE_S:g} s after another one had; look at what holds it"
+    raise WorkerError(f"worker {names} {reason}", running[0].number, None)

@@ -2,15 +2,12 @@
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from palsgd import interrupts
-
-_ENDING = (signal.SIGTERM, signal.SIGHUP) if sys.platform != "win32" else (signal.SIGTERM,)
 
 
 @contextlib.contextmanager
@@ -21,7 +18,7 @@ def signals_raise() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    deadly = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    deadly = [number for number in interrupts.ENDING if signal.getsignal(number) is signal.SIG_DFL]
     with _handled(deadly, leave):
         yield
 
@@ -46,7 +43,7 @@ def interrupted_once() -> Iterator[None]:
 def signals_wait() -> Iterator[None]:
     """What must not be left half done is not interrupted; the signal takes effect afterwards."""
     came: list[int] = []
-    with _handled([signal.SIGINT, *_ENDING], lambda number, frame: came.append(number)):
+    with _handled([signal.SIGINT, *interrupts.ENDING], lambda number, frame: came.append(number)):
         yield
     for number in came[:1]:
         signal.raise_signal(number)

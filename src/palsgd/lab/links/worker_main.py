@@ -24,6 +24,7 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.trainer import Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
+from palsgd.transports.json_exchange import gathered
 
 # steps of a model without exchanges, to measure a gradient; the first fifth is not counted
 COMPUTE_STEPS = 10
@@ -108,7 +109,7 @@ def ring_seconds(size: int) -> list[float]:
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(values)
-        times.append(max(_gathered(time.perf_counter() - began)))
+        times.append(max(gathered(time.perf_counter() - began)))
         if len(times) > 1 and sum(times[1:]) > _RING_S:
             break
     return times[1:]
@@ -159,19 +160,13 @@ def _trained(
         for name in ("gradient_steps", "syncs", "messages", "bytes_sent", "bytes_on_the_wire",
                      "gradient_s", "mixing_s", "sync_s", "waiting_s")
     }  # fmt: skip
-    everyone = _gathered(mine)
+    everyone = gathered(mine)
     means = {name: statistics.fmean(each[name] for each in everyone) for name in mine}
     return {"steps": trainer.opt.clock} | means
 
 
 def _mean(mine: float) -> float:
-    return statistics.fmean(_gathered(mine))
-
-
-def _gathered(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return statistics.fmean(gathered(mine))
 
 
 if __name__ == "__main__":

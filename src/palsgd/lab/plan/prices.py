@@ -5,7 +5,6 @@ Between measured points it is interpolated; outside of them it is not known, and
 guesses it.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from palsgd.json_files import read_json_object
 from palsgd.lab import methods
 
 RECORD = Path(__file__).parent / "prices.json"
@@ -207,4 +207,4 @@ def _mixed(corners: Sequence[Corner]) -> Price:
 @cache
 def committed() -> PriceTable:
     """The table that is part of the package."""
-    return PriceTable(json.loads(RECORD.read_text()))
+    return PriceTable(read_json_object(RECORD, fix="install palsgd again"))

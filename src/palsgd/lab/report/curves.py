@@ -9,6 +9,7 @@ import numpy as np
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.run_folder import Line, Run
 from palsgd.lab.timing.pace import Pace
+from palsgd.lab.worker_changes import examples_seen
 
 # What a curve can be drawn against: a word for the switch, a label, the form of its values. The
 # first that is known is shown first.
@@ -93,8 +94,7 @@ def _spent(
         key: np.array([fmean(known[step][0][key] for known in recorded) for step in steps])
         for key in ("bytes_sent", "gradient_steps", "step")
     }
-    batch = int(run.config.get("workers") or 1) * int(run.config.get("batch_size") or 1)
-    found["examples"] = found["gradient_steps"] * batch
+    found["examples"] = examples_seen(run.config, found["gradient_steps"])
     if pace is not None:
         found["time_s"] = np.array([pace.seconds(step) for step in steps])
     return found

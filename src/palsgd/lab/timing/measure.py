@@ -18,6 +18,7 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.timing.blocks import Block, RoundBlock, StepsBlock
 from palsgd.lab.timing.record import Session, Timed
 from palsgd.lab.workload import Workload
+from palsgd.transports.json_exchange import gathered
 
 TURNS = 7
 _NEVER = 10**6  # steps of a round that does not end
@@ -192,8 +193,7 @@ def _local_parts(settings: Settings, found: Figures, mixing_s: float) -> np.ndar
 
 def _over_processes(taken: list[dict[str, float]]) -> Figures:
     """Means over the processes, and the slowest of them."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, taken)
+    everyone = gathered(taken)
     each = {
         name: np.array([[turn[name] for turn in turns] for turns in everyone]) for name in taken[0]
     }

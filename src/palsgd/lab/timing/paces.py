@@ -65,7 +65,9 @@ def _as_it_was(group: Group) -> Pace | None:
         return None if cluster is None else projected_pace(run.config, cluster)
     place = _timed_at(run)
     session = record.session_of(place)
-    return session.pace(place.name) if session else _own_clocks(group)
+    # what was timed is a step of the workers that there were then
+    changed = any(each.config.get("changes") for each in group.runs)
+    return session.pace(place.name) if session and not changed else _own_clocks(group)
 
 
 def _timed_at(run: Run) -> Path:

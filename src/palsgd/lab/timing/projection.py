@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from palsgd.checks import check_int
 from palsgd.cluster import Cluster, Projection, TimeSimulation, Work
 from palsgd.cluster.gradient_counts import Counts, Expected
+from palsgd.lab import workloads
 from palsgd.lab.forecast import Forecast, forecast, model_size
 from palsgd.lab.programs import settings_in
+from palsgd.lab.settings import Settings
 from palsgd.lab.timing.pace import PARTS, Pace
-from palsgd.payload import MethodSize
+from palsgd.payload import MethodSize, ModelSize
 
 # Steps of each phase that are projected: the others take as long
 MOST_STEPS = 2000
@@ -63,8 +66,7 @@ def projected_pace(
             f"the settings of {config.get('method')} on {config.get('workload')} are not of this "
             "palsgd, so its runs cannot be projected; leave them out"
         )
-    known = model_size(settings.workload, settings.buffers)  # it knows the buffers too
-    ahead = forecast(settings, model=known, parameters=None if known else config.get("parameters"))
+    ahead = _forecast(settings, config.get("parameters"))
     steps: Sequence[float | None] = [None] if says_step(link) or not step_s else step_s
     rows = []
     for each in steps:
@@ -83,14 +85,25 @@ def projected_pace(
     return Pace(kind="projected", source=source, warmup=ahead.schedule.warmup, **phases)
 
 
-def work_of(ahead: Forecast) -> Work:
-    """The work of a run, as far as time is concerned."""
-    settings, model = ahead.settings, ahead.model
+def _forecast(settings: Settings, parameters: Any) -> Forecast:
+    """The model of a workload that is here knows its buffers too. Of any other the file says how
+    many parameters it has, and its steps are resolved."""
+    here = workloads.known(settings.workload)
+    model = model_size(settings.workload, settings.buffers) if here else None
+    if model is None and parameters is not None:
+        model = ModelSize(parameters=check_int("parameters", parameters, least=1))
     if model is None:
         raise ValueError(
             f"the size of {settings.workload}'s model is not known; its config.yaml has no "
             "`parameters`"
         )
+    return forecast(settings, model=model, examples=None if here else 0)
+
+
+def work_of(ahead: Forecast) -> Work:
+    """The work of a run, as far as time is concerned."""
+    settings, model = ahead.settings, ahead.model
+    assert model is not None
     common: dict[str, Any] = {"parameters": model.parameters, "buffers": model.buffers}
     if not ahead.row.rounds:
         return Work.ddp(**common)

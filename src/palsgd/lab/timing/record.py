@@ -1,6 +1,5 @@
 """timing.json of a collection: what was measured, in which turn, for which runs."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from palsgd.checks import check_int, check_number, check_text
+from palsgd.json_files import read_json_object
 from palsgd.lab.run_folder import write_json
 from palsgd.lab.timing.pace import PARTS, Pace
 
@@ -65,23 +66,52 @@ def read(folder: Path) -> list[Session]:
     path = folder / NAME
     if not path.exists():
         return []
+    fix = "delete it, and time is the runs' own"
+    found = read_json_object(path, fix=fix)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] != SCHEMA or found["parts"] != list(PARTS):
             raise ValueError(f"has schema {found['schema']}, this palsgd reads {SCHEMA}")
         return [_session(each) for each in reversed(found["sessions"])]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); delete it, and time is the runs' own"
-        ) from None
+    except KeyError as error:
+        raise ValueError(f"{path} cannot be read (it has no {error}); {fix}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); {fix}") from None
 
 
 def _session(values: Mapping[str, Any]) -> Session:
-    programs = tuple(
-        Timed(**{**each, "runs": tuple(each["runs"])})  # type: ignore[arg-type]
-        for each in values["programs"]
+    link = values["link"]
+    return Session(
+        link=None if link is None else check_text("link", link),
+        backend=check_text("backend", values["backend"]),
+        machine=check_text("machine", values["machine"]),
+        repetitions=check_int("repetitions", values["repetitions"], least=1),
+        programs=tuple(_timed(each) for each in values["programs"]),
     )
-    return Session(**{**values, "programs": programs})
+
+
+def _timed(values: Mapping[str, Any]) -> Timed:
+    warmup = values["warmup"]
+    return Timed(
+        runs=tuple(check_text("runs", each) for each in values["runs"]),
+        warmup=None if warmup is None else check_int("warmup", warmup),
+        step_s=[_seconds("step_s", each) for each in values["step_s"]],
+        averaging=_rows("averaging", values["averaging"]),
+        local=_rows("local", values["local"]),
+        mixing_s=_seconds("mixing_s", values["mixing_s"]),
+    )
+
+
+def _rows(name: str, rows: Any) -> list[list[float]] | None:
+    if rows is None:
+        return None
+    found = [[_seconds(name, each) for each in row] for row in rows]
+    if not found or any(len(row) != len(PARTS) for row in found):
+        raise ValueError(f"{name} must have rows of {len(PARTS)} numbers: {', '.join(PARTS)}")
+    return found
+
+
+def _seconds(name: str, value: Any) -> float:
+    return check_number(name, value, "a number of seconds")
 
 
 def session_of(folder: Path) -> Session | None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from palsgd import references
+from palsgd.checks import check_path
 from palsgd.lab import workloads
-from palsgd.lab.api import Result
-from palsgd.lab.methods import default_names, whole_names
+from palsgd.lab.api import Result, method_list, run_options
+from palsgd.lab.folder_lock import locked
+from palsgd.lab.methods import whole_names
 from palsgd.lab.run_set import Options, check_folder
 from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.record import record_of, sentences
@@ -90,16 +92,12 @@ def tune(
         print(*tuning.verdicts, sep="\\n")
     """
     given = settings if workers is None else {**settings, "workers": workers}
-    names = (
-        default_names()
-        if methods is None
-        else whole_names(methods.split(",") if isinstance(methods, str) else methods)
-    )
+    names = whole_names(method_list(methods))
     base = workloads.recipe(workload).changed(given)
     name = f"{references.short(workload)}-tune-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path("runs") / name / "tuned.yaml" if out is None else check_path("out", out)
     return run_tuning(
-        workload, base, names, Path(out or Path("runs") / name / "tuned.yaml"),
-        Options(**{"quiet": True, **(options or {})}, simulate=simulate),
+        workload, base, names, path, run_options(simulate, options),
         trials=trials, seeds=seeds, given=given,
     )  # fmt: skip
 
@@ -114,7 +112,8 @@ def run_tuning(
     search = Search.of(
         recipe, base, methods, trials=trials, seeds=seeds, given=given, data=options.data
     )
-    write_tuned(out, record_of(*run_search(search, runs, options)))
+    with locked(runs):
+        write_tuned(out, record_of(*run_search(search, runs, options)))
     return Tuning(out, runs, read_tuned(out))
 
 

@@ -1,11 +1,12 @@
 """tuned.yaml: the settings that `palsgd tune` chose for each method, and how it came to them."""
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from palsgd.checks import check_text, in_error
 from palsgd.lab.settings import Settings, with_alternatives
 
 SCHEMA = 1
@@ -60,21 +61,20 @@ def read_tuned(source: Path | str) -> dict[str, Any]:
 
 
 def write_tuned(path: Path, record: dict[str, Any]) -> None:
-    import yaml
-
     from palsgd.lab.atomic import atomic_write
+    from palsgd.lab.yaml_files import yaml_text
 
-    text = yaml.safe_dump({"schema": SCHEMA, **record}, sort_keys=False, width=100)
-    atomic_write(path, text)
+    atomic_write(path, yaml_text({"schema": SCHEMA, **record}, width=100))
     _read.cache_clear()
 
 
 def tuned_path(source: Path | str) -> Path:
+    check_text("tuned", str(source) if isinstance(source, Path) else source)
     beside = SHIPPED / f"{source}.yaml"
     if not Path(source).suffix and beside.exists():
         return beside
     if not Path(source).is_file():
-        nearest = difflib.get_close_matches(str(source), shipped(), n=1)
+        nearest = difflib.get_close_matches(str(source)[:60], shipped(), n=1)
         hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise ValueError(
             f"there is no file {source}; {hint}give one of `palsgd tune`, or a recipe that comes "
@@ -85,20 +85,27 @@ def tuned_path(source: Path | str) -> Path:
 
 @cache
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
+    from palsgd.lab.yaml_files import read_yaml
 
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); make it again") from error
-    missing = _missing(found, ("schema", "workload", "conditions", "methods"))
-    if missing:
-        raise ValueError(f"{path} has no {missing}, so it is no file of `palsgd tune`; give one")
+    found = read_yaml(path, fix="make it again by `palsgd tune`")
+    for key in ("schema", "workload", "conditions", "methods"):
+        if key not in found:
+            raise ValueError(f"{path} has no {key}, so it is no file of `palsgd tune`; give one")
     if found["schema"] != SCHEMA:
-        raise ValueError(f"{path} has schema {found['schema']}, not {SCHEMA}; tune again")
+        raise ValueError(f"{path} has schema {in_error(found['schema'])}, not {SCHEMA}; tune again")
+    if not isinstance(found["conditions"], dict) or not isinstance(found["methods"], dict):
+        raise ValueError(f"{path} has conditions or methods that are no fields; tune again")
+    for method, chosen in found["methods"].items():
+        _check_chosen(path, method, chosen)
     return found
 
 
-def _missing(found: Any, keys: Iterable[str]) -> str | None:
-    own = found if isinstance(found, dict) else {}
-    return next((key for key in keys if key not in own), None)
+def _check_chosen(path: Path, method: str, chosen: Any) -> None:
+    """What was chosen are numbers and words. A file of somebody else must not say which code is
+    run, so it cannot name a workload or a method in place of the one that the user asked for."""
+    settings = chosen.get("settings") if isinstance(chosen, dict) else None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} has no settings of {in_error(method)}; tune again")
+    for name in ("workload", "method"):
+        if settings.get(name, method) != method:
+            raise ValueError(f"{path} sets {name} for {in_error(method)}; leave it out")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from palsgd import references
+from palsgd.checks import check_int
 from palsgd.lab import workloads
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import FailedRunsError, Options, run_all
@@ -31,8 +32,7 @@ class Search:
 
     def __post_init__(self) -> None:
         for name in ("trials", "seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is none; use at least 1")
+            check_int(name, getattr(self, name), least=1)
 
     @classmethod
     def of(

@@ -9,7 +9,6 @@ A workload of a user's own is `path/to/mine.py:Name`, `package.module:Name` or a
 group `palsgd.workloads` (docs/extending.md).
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -18,6 +17,7 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from palsgd import references
+from palsgd.checks import check_text, in_error, nearest
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,12 @@ def kind(name: str) -> "type[Workload]":
     _check_known("workload", name, (*names(), *references.installed(GROUP)))
     classes = (each for each in vars(_module(name)).values() if isinstance(each, type))
     return next(each for each in classes if vars(each).get("name") == name)
+
+
+def known(name: str) -> bool:
+    """Is it palsgd's own, or was it imported before? Names in files of somebody else are asked for
+    here first, so that nothing is imported because a file names it."""
+    return name in names() or references.known(name)
 
 
 def load(
@@ -134,9 +140,9 @@ def _module(name: str) -> Any:
 def _check_known(what: str, name: str, known: Iterable[str]) -> None:
     known = list(known)
     if name not in known:
-        (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
         raise ValueError(
-            f"{what} {name!r} is unknown; did you mean {nearest!r}? There are {', '.join(known)}"
+            f"{what} {in_error(name)} is unknown; did you mean {nearest(name, known)!r}? There are "
+            f"{', '.join(known)}"
         )
 
 
@@ -144,6 +150,7 @@ def _check_known(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def _is_own(name: str) -> bool:
+    check_text("the name of a workload", name)
     if references.is_reference(name):
         return True
     ours = any(f"{name}-".startswith(f"{each}-") for each in names())

@@ -7,6 +7,7 @@ from torch import nn
 from palsgd.lab.classification import Batch, Classification, sample_slices
 from palsgd.lab.data import sources
 from palsgd.lab.data.images import open_folders
+from palsgd.lab.data.sharding import Changes
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of
 
@@ -63,8 +64,12 @@ class ImageNetResNet50(Classification):
 
         return resnet50(num_classes=len(self.photographs.train.classes))
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        return self.photographs.batch(worker=worker, workers=workers, size=size, index=index)
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> Batch:
+        return self.photographs.batch(
+            worker=worker, workers=workers, size=size, index=index, changes=changes
+        )
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.photographs.val), part, parts, size=256):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from palsgd.lab.data.device import sent
-from palsgd.lab.data.sharding import random_stream
+from palsgd.lab.data.sharding import Changes, random_stream
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.data.tokens import NOT_A_TARGET
 from palsgd.lab.language import Batch, Language
@@ -61,8 +61,11 @@ class Stories(Language):
         words = len(GRAMMAR.vocabulary)
         return GPTNeo(vocab=words, positions=GRAMMAR.longest, hidden=64, heads=4, layers=2)
 
-    def batch(self, *, worker: int, workers: int, size: int, index: int) -> Batch:
-        # Every worker has an endless text of its own, so fixed and reshuffled shards are the same.
+    def batch(
+        self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
+    ) -> Batch:
+        # Every worker has an endless text of its own, so fixed and reshuffled shards are the same,
+        # and a worker that comes later begins a text that nobody has read.
         return self._drawn(self.seed, worker, size, index)
 
     def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:

@@ -1,0 +1,84 @@
+"""All ranks of a run, which do the stages of a save or a load together and fail together."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from palsgd.announcements import announced, sent_from
+from palsgd.local_optimizer import LocalOptimizer
+
+_KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError}
+
+
+class Everyone:
+    def __init__(self, opt: LocalOptimizer):
+        self._opt, self.transport = opt, opt.transport
+        self._device = opt._worker.inner.replica.device
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The numbers of this worker and of this rank among its ranks."""
+        return self.transport.worker, self.transport.rank_inside
+
+    def tell(self, value: Any) -> list[list[Any]]:
+        """The values of all ranks, those of each worker in a list. Values are those of JSON."""
+        found: list[list[Any]] = []
+
+        def exchange() -> Any:
+            found.extend((yield from announced(self.transport, value, self._device)))
+
+        self._opt._drive(exchange())
+        return found
+
+    def send(self, data: Tensor | None, *, source: int, size: int) -> Tensor:
+        """The bytes that the ranks of worker `source` give."""
+        found: list[Tensor] = []
+
+        def exchange() -> Any:
+            sent = yield from sent_from(self.transport, source, data, size, self._device)
+            found.append(sent)
+
+        self._opt._drive(exchange())
+        return found[0]
+
+    def do(
+        self,
+        job: Callable[[], Any],
+        *,
+        fails: str,
+        at: Path,
+        undo: Callable[[], None] = lambda: None,
+    ) -> list[list[Any]]:
+        """What `job` returns on each rank. If it fails on one, `undo` runs and the same error is
+        raised on all: it says which worker `fails`, `at` which path, and why."""
+        error: Exception | None = None
+        said: dict[str, Any]
+        try:
+            said = {"value": job()}
+        except Exception as raised:  # the other ranks wait to hear of it, whatever it is
+            error = raised
+            said = {"kind": _kind(raised), "why": _described(raised, at)}
+        found = self.tell(said)
+        for worker, ranks in enumerate(found):
+            for answer in ranks:
+                if "why" in answer:
+                    undo()
+                    _raise(answer, f"worker {worker} {fails}", error)
+        return [[answer["value"] for answer in ranks] for ranks in found]
+
+
+def _kind(error: Exception) -> str:
+    return next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+
+
+def _described(error: Exception, at: Path) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or at}: {error.strerror}"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _raise(answer: dict[str, str], who: str, error: Exception | None) -> NoReturn:
+    kind = _KINDS.get(answer["kind"], RuntimeError)
+    raise kind(f"{who}: {answer['why']}") from error

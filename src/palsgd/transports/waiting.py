@@ -1,0 +1,171 @@
+"""A line about those that an exchange waits for.
+
+A rank that has waited for a second notes so in the store of the process group, in a thread of its
+own. After ten seconds the thread reads who has not: those are waited for. An exchange that is
+quicker costs nothing but the time of two assignments.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from palsgd.process_groups import ranks_of
+
+log = logging.getLogger("palsgd")
+
+NOTED_S = 1.0  # a rank that has waited for so long notes that it is there
+PATIENCE_S = 10.0  # after so long it says who is not
+_STORE_S = 2.0  # a store that does not answer within so long is taken for lost
+_TICK_S = 0.25
+
+Found = TypeVar("Found")
+
+
+class Watch:
+    """What this rank waits for in one process group. All its ranks count the exchanges alike."""
+
+    def __init__(self, group: ProcessGroup | None):
+        self.names = [f"rank {rank}" for rank in ranks_of(group)]
+        self._own = dist.get_rank(group)
+        self._store = _store_of(group)
+        self._number = 0  # of exchanges so far
+        self._present: float | None = None  # since when this rank is in the exchange
+        self._waiting: float | None = None  # since when the training loop waits for it
+        self._event: Any = None  # on a GPU the exchange is over when this is
+        self._noted = self._said = -1
+
+    @contextmanager
+    def present(self, values: Tensor | None = None) -> Iterator[None]:
+        """Inside, this rank takes part in the next exchange. On a GPU it goes on to do so until
+        the device has exchanged the `values`."""
+        self._event, self._present = None, time.monotonic()
+        self._number += 1
+        try:
+            yield
+        finally:
+            if values is not None and values.is_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record()
+            else:
+                self._present = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the training loop waits for the exchange."""
+        self._waiting = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    def look(self) -> None:
+        """Note that this rank is there, or say who is not, if it is time to."""
+        number, now = self._number, time.monotonic()
+        if self._event is not None and self._event.query():
+            self._event = self._present = None
+        present, waiting = self._present, self._waiting
+        if present is not None and now - present > NOTED_S and self._noted < number:
+            self._noted = number
+            _answer(lambda: self._note(number))
+        if waiting is not None and now - waiting > PATIENCE_S and self._said < number:
+            missing = _answer(lambda: self._missing(number))
+            if missing != [] and self._waiting == waiting:
+                self._said = number
+                self._say(missing, now - waiting)
+
+    def _say(self, missing: list[int] | None, seconds: float) -> None:
+        names = ", ".join(self.names[index] for index in missing or [])
+        whom = f"not there yet: {names}" if names else "who is not there cannot be told"
+        log.warning(
+            "palsgd: %s has waited for the others for %.0f s; %s",
+            self.names[self._own], seconds, whom,
+        )  # fmt: skip
+
+    def _note(self, number: int) -> None:
+        self._store.set(_key(self._own), str(number))
+
+    def _missing(self, number: int) -> list[int]:
+        """Those of the group that have not noted this exchange."""
+        return [
+            index
+            for index in range(len(self.names))
+            if index != self._own and self._last_noted(index) < number
+        ]
+
+    def _last_noted(self, index: int) -> int:
+        key = _key(index)
+        return int(self._store.get(key)) if self._store.check([key]) else -1
+
+
+def _key(index: int) -> str:
+    return f"palsgd/waiting/{index}"
+
+
+def _store_of(group: ProcessGroup | None) -> Any:
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    whole: Any = group or dist.group.WORLD
+    try:
+        return _get_process_group_store(whole)
+    except KeyError:  # a group that torch did not make; its questions have no answer
+        return None
+
+
+def _answer(question: Callable[[], Found]) -> Found | None:
+    """What the store answers. None: it is lost, or busy with a question of another thread."""
+    found: list[Found] = []
+
+    def ask() -> None:
+        try:
+            found.append(question())
+        except Exception:  # whatever a store raises, there is no answer
+            log.debug("palsgd: the store did not answer", exc_info=True)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_STORE_S)
+    return found[0] if found else None
+
+
+_watches: WeakKeyDictionary[ProcessGroup, Watch] = WeakKeyDictionary()
+_looking: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+def watch_of(group: ProcessGroup | None) -> Watch:
+    """The one watch of a process group. A thread looks at all of them, several times a second."""
+    whole: Any = group or dist.group.WORLD
+    with _lock:
+        if whole not in _watches:
+            _watches[whole] = Watch(group)
+        if not any(thread.is_alive() for thread in _looking):  # none yet, or this is a fork
+            _looking[:] = [threading.Thread(target=_look, daemon=True)]
+            _looking[0].start()
+        return _watches[whole]
+
+
+@contextmanager
+def waiting_for(group: ProcessGroup | None) -> Iterator[None]:
+    """Inside, this rank exchanges with the others of the group and waits for them."""
+    watch = watch_of(group)
+    with watch.present(), watch.waiting():
+        yield
+
+
+def _look() -> None:
+    while True:
+        time.sleep(_TICK_S)
+        with _lock:
+            watches = list(_watches.values())
+        for watch in watches:
+            watch.look()
+        del watches  # a group that is gone takes its watch along

@@ -1,0 +1,149 @@
+"""A worker that is there but silent: the others end within the timeout of their process group,
+whichever group they wait in, and say meanwhile whom they wait for."""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import palsgd
+from palsgd.process_groups import timeout_of, twin
+from palsgd.transports import waiting
+from palsgd.transports.json_exchange import gathered
+from support.patience import patient
+from support.problems import batches, linear
+from support.stepping import sgd, take_step
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of its own")
+
+
+def timeouts_job():
+    other = dist.new_group([0, 1], timeout=timedelta(seconds=71))
+    mesh = palsgd.worker_groups(2)
+    workers, inside = (mesh[axis].get_group() for axis in ("workers", "inside"))
+    groups = [None, twin(None), twin(other), workers, inside, twin(inside)]
+    return [timeout_of(group).total_seconds() for group in groups]
+
+
+def test_groups_that_are_copied_and_those_of_two_levels_have_the_timeout_they_come_from(world):
+    given = patient(123)
+    for found in world.run(timeouts_job, workers=2, timeout=123):
+        assert found == [given, given, 71, given, given, given]
+
+
+# -- lost ----------------------------------------------------------------------------------------
+
+
+def stall(seconds):
+    """Stop this process, as a machine that swaps or a dead link would."""
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
+    os.kill(pid, signal.SIGSTOP)
+
+
+def stalled_job(delay, seconds):
+    """The seconds that the other workers wait for one that stalls within a round, and what they
+    are told."""
+    model = linear()
+    opt = palsgd.DiLoCo(model, sgd(model), sync_every=4, delay=delay)
+    for step, batch in enumerate(batches() * 4):
+        if step == 6 and dist.get_rank() == 2 and seconds:
+            stall(seconds)
+        began = time.monotonic()
+        try:
+            take_step(model, opt, batch)
+        except palsgd.SyncError as error:
+            return time.monotonic() - began, str(error)
+    opt.finish()
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_stalled_worker_ends_the_others_within_the_timeout(world, delay):
+    """With a delay they wait in a group of their own, in the background."""
+    timeout = 6
+    stalled = patient(timeout) + 6
+    world.run(stalled_job, workers=3, delay=delay, seconds=0)  # the processes start
+    found = world.run(stalled_job, workers=3, timeout=timeout, delay=delay, seconds=stalled)
+    for seconds, message in found[:2]:
+        assert seconds < patient(timeout) + 5
+        assert "stalled or lost its link" in message
+
+
+# -- waited for ----------------------------------------------------------------------------------
+
+
+def quick(store=None):
+    """Lines after half a second instead of ten; returns what is said."""
+    waiting.NOTED_S, waiting.PATIENCE_S, waiting._STORE_S = 0.1, 1.0, 0.5
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("palsgd").handlers = [handler]
+    return said
+
+
+def late_job(delay, seconds, lost):
+    said = quick()
+    model = linear()
+    opt = palsgd.DiLoCo(model, sgd(model), sync_every=4, delay=delay)
+    if lost:
+        for watch in list(waiting._watches.values()):
+            watch._store = lost_store()
+    for step, batch in enumerate(batches() * 4):
+        if step == 6 and dist.get_rank() == 2:
+            time.sleep(seconds)
+        take_step(model, opt, batch)
+    opt.finish()
+    return said
+
+
+def lost_store():
+    """One whose server is gone."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    gc.collect()
+    return client
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 2])
+def test_workers_say_once_which_worker_they_wait_for(world, delay):
+    *others, late = world.run(late_job, workers=3, delay=delay, seconds=3, lost=False)
+    for worker, said in enumerate(others):
+        (line,) = said
+        assert line.startswith(f"palsgd: worker {worker} has waited for the others for ")
+        assert line.endswith("; not there yet: worker 2")
+    assert late == []
+
+
+@pytest.mark.slow
+def test_workers_whose_store_is_lost_say_only_how_long_they_wait(world):
+    *others, _ = world.run(late_job, workers=3, delay=0, seconds=3, lost=True)
+    for said in others:
+        (line,) = said
+        assert line.endswith("; who is not there cannot be told")
+
+
+def late_value_job():
+    said = quick()
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    gathered("value")
+    return said
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_value_say_for_whose(world):
+    said, late = world.run(late_value_job, workers=2)
+    assert [line.rpartition("; ")[2] for line in said] == ["not there yet: rank 1"]
+    assert late == []
