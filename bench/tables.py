@@ -1,5 +1,5 @@
-"""The tables of README.md, bench/README.md, docs/cluster.md and docs/memory.md, made from the
-records behind them.
+"""The tables of README.md, of bench/README.md and of pages in docs/, made from the records behind
+them.
 
     python bench/tables.py            # write them anew
     python bench/tables.py --check    # say which differ from their records; exit code 1 if any
@@ -25,7 +25,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-FILES = ("README.md", "bench/README.md", "docs/cluster.md", "docs/memory.md")
+FILES = ("README.md", "bench/README.md", "docs/cluster.md", "docs/memory.md", "docs/state.md")
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 sys.path.append(str(HERE / "peers"))
 
@@ -296,6 +296,25 @@ def memory(name: str) -> str:
     return f"{place(found)}, {found['elements']:,} elements\n\n{markdown(columns, rows)}"
 
 
+# -- bench/checkpoint.py ---------------------------------------------------------------------------
+
+
+def checkpoint(name: str) -> str:
+    if not (RESULTS / f"{name}.json").is_file():
+        return NO_RECORD
+    found = record(name)
+    seconds = found["seconds"]
+    rows = [
+        ("save", f"{seconds['save']:.2f} s", ratio(found["save_over_sync"]),
+         ratio(found["save_over_plain_write"])),
+        ("load", f"{seconds['load']:.2f} s", ratio(seconds["load"] / seconds["sync"]),
+         ratio(found["load_over_plain_write"])),
+    ]  # fmt: skip
+    columns = ("what", "takes", "over a sync on loopback", "over a plain write of its bytes")
+    size = f"{found['bytes'] / 1e6:.0f} MB, {found['models']:.1f} fp32 models"
+    return f"{place(found)}, tensors of {found['model']}, {size}\n\n{markdown(columns, rows)}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step-summary": step_summary,
     "step-gpu": step_gpu,
@@ -319,6 +338,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-100mbit": partial(peers, "pace", "100mbit"),
     "peers-loopback": partial(peers, "pace", "loopback"),
     "validate-cluster": validate_cluster,
+    "checkpoint": partial(checkpoint, "checkpoint-2cores"),
     "memory-gpu": partial(memory, "memory-h200"),
     "memory-cpu": partial(memory, "memory-2cores"),
 }

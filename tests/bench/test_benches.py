@@ -19,6 +19,7 @@ def about(value, rel=1e-3):
 
 FIGURES = {
     "against": {"figures": 3},
+    "checkpoint": {"parameters": 1440, "kept": [2, 2], "clock": [3, 3]},
     "cluster": {
         "8 workers, 10 rounds of 64": {"exchanges": 10, "gradient_steps": about(576, 0.02)},
         "8 workers, 10 rounds of 64, delay 32": {
