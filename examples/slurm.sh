@@ -20,6 +20,7 @@ INTERFACE=${INTERFACE:-} # the network between the nodes, for instance ib0; empt
 if [ -n "$INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60 # longer than the 25 s in which workers save and leave
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # --resume also begins a run that is not there yet.
@@ -30,7 +31,6 @@ srun --kill-on-bad-exit=1 torchrun \
     --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
     --rdzv-endpoint "$first:29400" \
     --max-restarts 3 \
-    --shutdown-timeout 60 \
     -m palsgd train stories \
     --workers "$SLURM_NNODES" \
     --timeout 300 \

@@ -50,12 +50,7 @@ def leave_to_parent() -> None:
 def end_with_parent() -> None:
     """From now on the kernel ends this process when its parent ends, also if that is killed.
     Otherwise the workers of a launcher that is killed train on. Only Linux can do this; elsewhere
-    nothing changes.
-
-    Example:
-        >>> from palsgd import interrupts
-        >>> interrupts.end_with_parent()
-    """
+    nothing changes."""
     if sys.platform == "linux":
         import ctypes
 

@@ -6,9 +6,11 @@ an exchange waits for a lost worker. So a thread keeps the time; the kernel's si
 writes into its pipe at once.
 """
 
+import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -76,10 +78,12 @@ def leave_on_sigterm(opt: LocalOptimizer, *, within_s: float = 25.0) -> None:
 
 def _listen(within_s: float) -> None:
     """Install the handler, and start the thread that keeps the time."""
+    signal.signal(signal.SIGTERM, _ask)
+    if sys.platform == "win32":  # nobody sends SIGTERM there
+        return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     _pipe[:] = [writing]
-    signal.signal(signal.SIGTERM, _ask)
     taken = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if taken != -1:  # another library's, such as an event loop's; our handler writes instead
         signal.set_wakeup_fd(taken, warn_on_full_buffer=False)
@@ -97,19 +101,19 @@ def _ask(number: int, frame: FrameType | None) -> None:
 
 
 def _keep_time(reading: int, within_s: float) -> None:
-    while os.read(reading, 1) != bytes([signal.SIGTERM]):  # another signal with a handler
-        pass
-    again = _comes_again(reading, within_s)
+    _comes(reading, math.inf)
+    again = _comes(reading, within_s)
     why = "SIGTERM came again" if again else f"no sync was reached within {within_s:g} s of SIGTERM"
     os.write(2, f"palsgd: {why}; this worker leaves without saving\n".encode())
     os._exit(EXIT_CODE)
 
 
-def _comes_again(reading: int, within_s: float) -> bool:
-    """Wait for a second SIGTERM, for as long as that."""
+def _comes(reading: int, within_s: float) -> bool:
+    """Wait for SIGTERM, for at most so long. Signals that have other handlers pass by."""
     deadline = time.monotonic() + within_s
     while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([reading], [], [], left)
-        if ready and os.read(reading, 1) == bytes([signal.SIGTERM]):
+        ready, _, _ = select.select([reading], [], [], None if math.isinf(left) else left)
+        came = ready and os.read(reading, 1) == bytes([signal.SIGTERM])
+        if came and signal.getsignal(signal.SIGTERM) is _ask:
             return True
     return False

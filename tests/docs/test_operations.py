@@ -1,14 +1,18 @@
 """docs/operations.md and the files it names: what they call exists."""
 
+import inspect
 import re
 import subprocess
 import sys
 
 import pytest
 import yaml
-from palsgd.lab.yaml_files import read_yaml
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
-from support.commands import palsgd
+import palsgd
+from palsgd.lab.settings import TIMEOUT_S
+from palsgd.lab.yaml_files import read_yaml
+from support.commands import palsgd as command
 from support.pages import page, section
 from support.patience import patient
 from support.places import ROOT
@@ -25,7 +29,7 @@ def torchrun_flags() -> set[str]:
 
 @pytest.fixture(scope="module")
 def train_flags() -> set[str]:
-    return set(re.findall(r"--[a-z][\w-]+", palsgd("train", "--help").out))
+    return set(re.findall(r"--[a-z][\w-]+", command("train", "--help").out))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def parts(command: str) -> tuple[set[str], set[str]]:
 
 def commands() -> dict[str, str]:
     """Every torchrun command of the page and of the files, with nothing else around it."""
-    blocks = re.findall(r"```\n(.*?)```", page("docs/operations.md"), flags=re.DOTALL)
+    blocks = re.findall(r"```(?:console)?\n(.*?)```", page("docs/operations.md"), flags=re.DOTALL)
     found = {f"block {n}": text for n, text in enumerate(blocks) if "-m palsgd train" in text}
     script = SLURM.read_text()
     found["slurm.sh"] = script[script.index("torchrun") : script.index("code=$?")]
@@ -107,8 +111,15 @@ def test_the_job_has_as_many_pods_as_the_run_has_workers(manifests):
 
 def test_timeouts_of_the_job_stand_in_the_order_of_the_page(manifests):
     pod = manifests["Job"]["spec"]["template"]["spec"]
-    given = " ".join(pod["containers"][0]["command"])
-    shutdown = int(re.search(r"--shutdown-timeout=(\d+)", given)[1])
-    table = section("docs/operations.md", "Timeouts, and their order")
-    leaving = int(re.search(r"within_s=(\d+)", table)[1])
-    assert leaving < shutdown < pod["terminationGracePeriodSeconds"]
+    given = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
+    shutdown = int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    default = inspect.signature(palsgd.leave_on_sigterm).parameters["within_s"].default
+    assert default < shutdown < pod["terminationGracePeriodSeconds"]
+    table = section("docs/operations.md", "What waits for how long")
+    assert f"| a worker that received SIGTERM | {default:g} s |" in table
+    assert f"| an exchange | {TIMEOUT_S / 60:g} min in the lab" in table
+
+
+def test_the_page_says_how_long_torchrun_waits_for_machines_to_join():
+    waits = RendezvousTimeout().join.total_seconds() / 60
+    assert f"for all machines to join | {waits:g} min |" in page("docs/operations.md")

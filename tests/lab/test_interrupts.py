@@ -18,7 +18,7 @@ import os, sys, time
 
 class Hold:
     def find_spec(name, path=None, target=None):
-        child = "--multiprocessing-fork" in sys.orig_argv
+        child = "palsgd.lab.worker_main" in sys.orig_argv
         if name != os.environ["HOLD_AT"] or child != ("HOLD_CHILD" in os.environ):
             return None
         open(f"{os.environ['HOLD_FILE']}-{os.getpid()}", "w").close()

@@ -23,9 +23,11 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
 from palsgd.lab.trainer import WARMUP_LINES, Trainer
 from support.commands import (
+    alive,
     apart,
+    assert_same_run,
+    children,
     lines,
-    members,
     palsgd,
     records,
     saved_step,
@@ -434,7 +436,7 @@ def test_under_torchrun_its_processes_are_the_workers(real, tmp_path):
     assert said.code == 0, said.err
     assert said.out.count("results: ") == 1  # the first rank speaks for all
     assert summary(tmp_path)["palsgd"]["final_loss"] == summary(real)["palsgd"]["final_loss"]
-    assert_same_lines(tmp_path / "palsgd", real / "palsgd")
+    assert_same_run(tmp_path / "palsgd", real / "palsgd")
 
 
 def test_under_torchrun_the_first_rank_alone_writes_the_collections_files(tmp_path, monkeypatch):
@@ -459,12 +461,6 @@ def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
 # -- stopping and going on -----------------------------------------------------------------------
 
 
-def assert_same_lines(one: Path, other: Path) -> None:
-    """Everything but seconds, bit for bit."""
-    a, b = ([{**line, "time_s": 0} for line in lines(folder)] for folder in (one, other))
-    assert a == b
-
-
 @pytest.fixture(scope="module")
 def interrupted(folder, real):
     """A run whose launcher was killed, that went on, was stopped by Ctrl-C, and went on as it was
@@ -473,16 +469,19 @@ def interrupted(folder, real):
     words = ("train", *DIGITS, "--no-report", "--out", out)
     with started(*words) as process:
         wait_for(lambda: saved_step(out / "palsgd") >= 40, process=process)
+        workers = children(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=patient(30))
-        wait_for(lambda: not members(process.pid), process=None, timeout=20)  # workers go with it
+        wait_for(lambda: not alive(workers), process=None, timeout=20)  # workers go with it
     killed_at = saved_step(out / "palsgd")
     report = write_report([out], out / "unfinished.html").read_text()
     with started(*words, "--resume") as process:
         wait_for(lambda: saved_step(out / "palsgd") >= killed_at + 80, process=process)
+        workers = children(process.pid)
+        assert len(workers) == 2
         os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=patient(30))
-        wait_for(lambda: not members(process.pid), process=None, timeout=10)
+        wait_for(lambda: not alive(workers), process=None, timeout=10)
     stopped_at = saved_step(out / "palsgd")
     _, _, command = stderr.partition("Go on with: palsgd ")
     finished = apart(*shlex.split(command))
@@ -504,7 +503,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_if_it_never_was(interrupted, 
     assert 0 < interrupted["killed_at"] < interrupted["stopped_at"] < STEPS
     assert interrupted["finished"].code == 0, interrupted["finished"].err
     run = interrupted["out"] / "palsgd"
-    assert_same_lines(run, real / "palsgd")
+    assert_same_run(run, real / "palsgd")
     timed = {"wall_s", "time_to_target_s", "metric_at_equal_time", "waiting_s", "sync_s"}
     among_others = {name for name in SUMMARY_KEYS if "target" in name or "equal" in name}
     once, whole = (

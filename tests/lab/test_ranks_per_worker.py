@@ -7,9 +7,10 @@ import pytest
 
 from palsgd.lab.settings import Settings
 from support.commands import (
+    alive,
     apart,
+    children,
     lines,
-    members,
     palsgd,
     saved_step,
     started,
@@ -53,9 +54,10 @@ def test_a_killed_run_of_workers_of_two_processes_goes_on_bit_for_bit(tmp_path):
     assert apart(*words, "--out", once).code == 0
     with started(*words, "--out", killed) as process:
         wait_for(lambda: saved_step(killed / "palsgd") >= 18, process=process)
+        workers = children(process.pid)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=patient(30))
-        wait_for(lambda: not members(process.pid), process=None, timeout=20)
+        wait_for(lambda: not alive(workers), process=None, timeout=20)
     assert 0 < saved_step(killed / "palsgd") < 400
     assert apart(*words, "--out", killed, "--resume").code == 0
     want, got = (

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from palsgd.lab import cli
 from palsgd.lab.run_folder import RunFolder
 from support.patience import patient
@@ -85,6 +87,32 @@ def members(group: int) -> list[int]:
     return found
 
 
+def children(parent: int) -> list[int]:
+    """The processes that this one has started, in their order: of a launcher, its workers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdigit() and int(of) == parent:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def alive(processes: list[int]) -> list[int]:
+    """Those that are still running."""
+    found = []
+    for process in processes:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(process)
+    return found
+
+
 def wait_for(condition, *, process, timeout: float = 90) -> None:
     """Until `condition()` holds; the process must not end before."""
     deadline = time.monotonic() + patient(timeout)
@@ -111,6 +139,16 @@ def records(folder: Path) -> dict:
 
 def lines(folder: Path, name: str = "metrics") -> list[dict]:
     return [strict_json(text) for text in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every line but for its seconds, and every tensor, bit for bit."""
+    a, b = ([{**line, "time_s": 0} for line in lines(folder)] for folder in (one, other))
+    assert a == b
+    kept = [torch.load(folder / "best.pt", weights_only=True) for folder in (one, other)]
+    assert kept[0]["step"] == kept[1]["step"]
+    for mine, theirs in zip(kept[0]["model"].values(), kept[1]["model"].values(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def strict_json(text: str):

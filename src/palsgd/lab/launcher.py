@@ -41,6 +41,7 @@ from palsgd.transports.json_exchange import gathered
 log = logging.getLogger("palsgd")
 
 LEAVE_S = 30.0  # workers have so long after SIGTERM, of which they take 25 s at most
+SETTLE_S = 60.0  # workers end together; one that is so late does not end by itself
 LINK_S = 3600.0  # workers behind an emulated link have so long
 
 
@@ -114,8 +115,9 @@ def _start(order: Order, attempt: int) -> None:
         processes = order.jobs[0].settings.processes
         try:
             run_on_loopback(
-                command, processes, echo="all", env=_environment(attempt), leave_s=LEAVE_S
-            )
+                command, processes, echo="all", env=_environment(attempt), leave_s=LEAVE_S,
+                settle_s=SETTLE_S,
+            )  # fmt: skip
         except KeyboardInterrupt:
             raise StoppedError from None
         except AskedToLeaveError as asked:

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO
 
 from palsgd.interrupts import ENDING
 
-SETTLE_S = 60.0  # workers end together; one that is so late does not end by itself
 _TIED = str(Path(__file__).with_name("die_with_parent.py"))
 
 
@@ -89,11 +88,13 @@ def run_together(
     cwd: Path | str | None = None,
     echo: bool | str = False,
     leave_s: float | None = None,
+    settle_s: float = math.inf,
 ) -> list[Finished]:
     """Run the command in all workers until all have ended well. If one fails or the time is over,
-    all are ended. With `echo` the first worker's stderr is this process's; with "all" that of all
-    workers, and their stdout. With `leave_s`, SIGTERM and SIGHUP to this process ask the workers to
-    leave, which have so many seconds for it."""
+    all are ended; once one has ended well, the others have `settle_s` seconds. With `echo` the
+    first worker's stderr is this process's; with "all" that of all workers, and their stdout. With
+    `leave_s`, SIGTERM and SIGHUP to this process ask the workers to leave, which have so many
+    seconds for it."""
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(_asked_to_leave(leave_s))
         started: list[_Worker] = []
@@ -107,7 +108,7 @@ def run_together(
             )  # fmt: skip
             started.append(_Worker(number, process, out, err))
             stack.callback(started[-1].end)
-        _wait(started, timeout, asked)
+        _wait(started, timeout, settle_s, asked)
         return [worker.finished() for worker in started]
 
 
@@ -119,6 +120,7 @@ def run_on_loopback(
     echo: bool | str = False,
     env: Mapping[str, str] | None = None,
     leave_s: float | None = None,
+    settle_s: float = math.inf,
 ) -> list[Finished]:
     """Run the same processes without links, all on this machine's loopback interface."""
     interface = "lo0" if sys.platform == "darwin" else "lo"
@@ -130,8 +132,9 @@ def run_on_loopback(
             for rank in range(workers)
         ]
         return run_together(
-            [tied(command)] * workers, environments, timeout=timeout, echo=echo, leave_s=leave_s
-        )
+            [tied(command)] * workers, environments, timeout=timeout, echo=echo, leave_s=leave_s,
+            settle_s=settle_s,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -157,7 +160,8 @@ def _asked_to_leave(leave_s: float | None) -> Iterator["_Asked"]:
     if leave_s is None or threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {number: signal.signal(number, asked.note) for number in ENDING}
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, asked.note) for number in heard}
     try:
         yield asked
     finally:
@@ -213,7 +217,7 @@ class _Worker:
         self.process.wait()
 
 
-def _wait(workers: list[_Worker], timeout: float, asked: _Asked) -> None:
+def _wait(workers: list[_Worker], timeout: float, settle_s: float, asked: _Asked) -> None:
     deadline = time.monotonic() + timeout
     running = list(workers)
     while running and not asked.over:
@@ -222,18 +226,13 @@ def _wait(workers: list[_Worker], timeout: float, asked: _Asked) -> None:
             running.remove(worker)
             if asked.signal is None:
                 worker.finished().check()
-            deadline = min(deadline, time.monotonic() + SETTLE_S)
+            deadline = min(deadline, time.monotonic() + settle_s)
         if running and time.monotonic() > deadline:
-            _give_up(running, timeout, all_at_work=len(running) == len(workers))
+            names = ", ".join(str(worker.number) for worker in running)
+            late = f"after {timeout:g} s; give it more time or less to do"
+            if len(running) < len(workers):
+                late = f"{settle_s:g} s after another one had; look at what holds it"
+            raise WorkerError(f"worker {names} had not finished {late}", running[0].number, None)
         time.sleep(0.02)
     if asked.signal is not None and (running or any(each.process.poll() for each in workers)):
         raise AskedToLeaveError(asked.signal)
-
-
-def _give_up(running: list[_Worker], timeout: float, *, all_at_work: bool) -> NoReturn:
-    names = ", ".join(str(worker.number) for worker in running)
-    if all_at_work:
-        reason = f"had not finished after {timeout:g} s; give it more time or less to do"
-    else:
-        reason = f"had not ended {SETTLE_S:g} s after another one had; look at what holds it"
-    raise WorkerError(f"worker {names} {reason}", running[0].number, None)
