@@ -20,6 +20,7 @@ from palsgd.method_view import MethodView
 from palsgd.offload import MESSAGE, Home, check_elementwise
 from palsgd.options import Options
 from palsgd.outer import OuterFactory, OuterScheduler, bound_scheduler
+from palsgd.pacing import Pacing
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.sync import Syncer
@@ -45,7 +46,7 @@ def build_worker(
     untrained = Untrained(model, replica, transport)
     guard = Guard(
         transport,
-        with_costs=options.auto is not None,
+        with_costs=options.auto is not None or options.draws == "paced",
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
         same_data=options.same_data,
@@ -89,6 +90,7 @@ def build_worker(
         meter=meter,
         listeners=Listeners(),
         interval=_interval(options),
+        pacing=_pacing(transport, options),
     )
 
 
@@ -126,6 +128,12 @@ def _interval(options: Options) -> AutoInterval | None:
     if options.auto is None:
         return None
     return AutoInterval(options.auto, fragments=options.fragments, delay=options.delay)
+
+
+def _pacing(transport: Transport, options: Options) -> Pacing | None:
+    if options.draws != "paced":
+        return None
+    return Pacing(workers=transport.workers, fragments=options.fragments, given=options.speeds)
 
 
 def _anchor(replica: Replica, fragments: int, *, offload: bool) -> Anchor:

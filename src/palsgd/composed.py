@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.method import Facts, Method, Part, Payload, Rate, Rates, Scalar
+from palsgd.schedule import StepPace
 from palsgd.tensors import Reduced, WorkerTensors, highest, lowest
 
 ONCE = ("plan", "length", "gradient_share", "apply", "restart", "weights", "global_model")
@@ -116,6 +117,9 @@ class Composed(Method):
 
     def plan(self, worker: int, round: int, length: int, facts: Facts) -> list[bool]:
         return self._user("plan").plan(worker, round, length, facts)
+
+    def pace(self, worker: int, round: int, length: int, facts: Facts) -> Sequence[StepPace] | None:
+        return self._user("plan").pace(worker, round, length, facts)
 
     def check(self, rates: Sequence[float]) -> None:
         for method in self.methods:

@@ -32,6 +32,8 @@ class Ledger:
         beta_min, beta_max: the range of the mixing weights so far.
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
+        speeds: with `draws="paced"`, the speeds of all workers, each time with the first round in
+            which they hold. `speeds=ledger.speeds` repeats a run bit for bit.
         history: one entry per sync, of the last 1,000 syncs.
         forgotten: how many entries before those have been dropped. All totals count them.
         worker_changes: the clocks at which training went on with another number of workers.
@@ -59,6 +61,8 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
+    # with draws="paced": those that hold from a round on, of all workers
+    speeds: list[dict[str, Any]] = field(default_factory=list)
     # one entry per sync; long, so it is not part of what print() shows
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     forgotten: int = field(default=0, repr=False)  # earlier entries, which are no longer in history
@@ -81,6 +85,10 @@ class Ledger:
             lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
         if self.interval is not None:
             lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
+        if self.speeds:
+            last = self.speeds[-1]
+            shown = ", ".join(f"{speed:.3g}" for speed in last["speeds"])
+            lines.append(f"speeds     {shown} of the workers, from round {last['round']} on")
         if self.worker_changes:
             clock, before, now = self.worker_changes[-1].values()
             lines.append(f"workers    {now} since clock {clock:,}, {before} before")

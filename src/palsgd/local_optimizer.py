@@ -98,6 +98,7 @@ class LocalOptimizer(Optimizer):
         sync_every: int | str | Auto = 1,
         warmup_steps: float = 0,
         draws: str = "balanced",
+        speeds: Sequence[Any] | None = None,
         seed: int = 0,
         buffers: str = "average",
         max_norm: float | None = None,
@@ -126,6 +127,7 @@ class LocalOptimizer(Optimizer):
             sync_every=sync_every,
             warmup_steps=warmup_steps,
             draws=draws,
+            speeds=speeds,
             seed=seed,
             buffers=buffers,
             max_norm=max_norm,
@@ -545,7 +547,9 @@ class LocalOptimizer(Optimizer):
     def may_save(self) -> bool:
         """Do all workers that have taken as many gradient steps as this one have the same syncs
         behind them? States that all workers save after the same iteration can be loaded together
-        only then. It is always True with `draws="balanced"` or `"shared"`, and costs no message."""
+        only then. It is always True with `draws="balanced"` or `"shared"`, and costs no message.
+        With `draws="paced"` workers take unequally many iterations to a sync, and it is True right
+        after a sync: there all workers may save."""
         return self._worker.may_save
 
     @property

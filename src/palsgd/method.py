@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from palsgd.schedule import StepPace, round_pace, round_plan
+
 if TYPE_CHECKING:
     from palsgd.tensors import Reduced, WorkerTensors
 
@@ -48,6 +50,7 @@ class Facts:
         workers: how many there are.
         seed, draws: how the steps without data are drawn.
         stops: offsets within the round at which something is sent or applied.
+        speeds: of each worker, with `draws="paced"`.
         rates: the learning rates of the parameter groups.
         initial_rates: each group's `initial_lr`, or its learning rate when it was built.
         scalars: the reduced scalars of the last sync's payload.
@@ -63,9 +66,40 @@ class Facts:
     seed: int = 0
     draws: str = "balanced"
     stops: tuple[int, ...] = ()  # offsets at which something is sent or applied
+    speeds: tuple[float, ...] = ()  # of each worker, with draws="paced"
     rates: tuple[float, ...] = ()  # the learning rates of the parameter groups
     initial_rates: tuple[float, ...] = ()  # each group's `initial_lr`, or its lr when built
     scalars: Mapping[str, float] = field(default_factory=dict)  # reduced, of the last sync
+
+    def drawn(self, worker: int, round: int, length: int, mix_prob: float) -> list[bool]:
+        """A worker's steps of a round, as `palsgd.round_plan` draws them."""
+        return round_plan(
+            seed=self.seed,
+            worker=worker,
+            round=round,
+            sync_every=length,
+            mix_prob=mix_prob,
+            draws=self.draws,
+            stops=self.stops,
+            speeds=self.speeds if self.draws == "paced" else None,
+        )
+
+    def pace(
+        self, worker: int, round: int, length: int, mix_prob: float
+    ) -> Sequence[StepPace] | None:
+        """What each step of such a round counts for. None if all steps count alike: with draws
+        that know no speeds, and with equal speeds, where paced draws are balanced ones."""
+        if self.draws != "paced" or len(set(self.speeds)) == 1:
+            return None
+        return round_pace(
+            seed=self.seed,
+            worker=worker,
+            round=round,
+            sync_every=length,
+            mix_prob=mix_prob,
+            stops=self.stops,
+            speeds=self.speeds,
+        )
 
 
 @dataclass(frozen=True)
@@ -171,8 +205,18 @@ class Method:
 
         A step without data pulls the local model towards the anchor. At the head of a round, where
         the local model is equal to the anchor, such steps are counted but not run.
+
+        By default every step takes a gradient, but with `draws="paced"`: there a slower worker
+        leaves out some steps.
         """
-        return [False] * length
+        return facts.drawn(worker, round, length, 0.0)
+
+    def pace(self, worker: int, round: int, length: int, facts: Facts) -> Sequence[StepPace] | None:
+        """With `draws="paced"`, what each step of the plan counts for: a gradient step's rate is
+        divided by `share`, and of a mixing step `w.pull_powers` has `power`. None: the rates are
+        divided by `gradient_share`, and all powers are 1. A method with an own `plan` states its
+        own, or refuses such draws."""
+        return facts.pace(worker, round, length, 0.0)
 
     @property
     def gradient_share(self) -> float:
@@ -292,6 +336,8 @@ class Method:
             found.setdefault("delay", "rounds of varying length may end before a sync arrives")
             found.setdefault("fragments", "rounds of varying length have no fixed places for them")
             found.setdefault("sync_every", "its own length() says how long a round is")
+        if self.overrides("plan") and not self.overrides("pace"):
+            found.setdefault("draws", "its own plan() says what a step is, and it has no pace()")
         whole = [slot for slot in _NEED_ALL if self.overrides(slot)]
         if whole or state_scalars((*self.local_state, *self.global_state)):
             seen = f"its {whole[0]}()" if whole else "its state"

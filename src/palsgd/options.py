@@ -10,6 +10,7 @@ from palsgd.auto_interval import Auto, interval
 from palsgd.checks import below, check_choice, check_flag, check_int, check_number, in_error
 from palsgd.codecs import Codec, find_codec
 from palsgd.method import Method
+from palsgd.pacing import Settled, as_records, checked_speeds
 from palsgd.schedule import DRAWS
 
 OPTIONS = """
@@ -20,7 +21,10 @@ OPTIONS = """
         warmup_steps: steps of plain DDP before the first round.
         seed, draws: how the steps without data are drawn. "balanced": between two syncs all workers
             take equally many gradients; "independent": a coin per worker and step; "shared": one
-            coin for all.
+            coin for all; "paced": for workers that are unevenly fast. A slower one takes fewer
+            gradients, with a higher learning rate, so that nobody waits for it.
+        speeds: with `draws="paced"`, a number for each worker, or a ledger's `speeds`, which
+            repeats a run. None: speeds are measured in training.
         buffers: "average", "local" or "recompute": normalization statistics at a sync.
         max_norm: clip the gradient to this norm inside `step()`, after any averaging.
         on_nonfinite: "raise", or "skip" to leave a worker whose model has inf or nan at a sync
@@ -61,6 +65,7 @@ class Options:
     auto: Auto | None
     warmup_steps: float
     draws: str
+    speeds: Settled | None  # with draws="paced"; None: they are measured
     seed: int
     buffers: str
     max_norm: float | None
@@ -79,6 +84,11 @@ class Options:
         """False if the warm-up never ends."""
         return self.warmup_steps != math.inf
 
+    @property
+    def paced_or_none(self) -> str | None:
+        """The kind of draws, if it is one that some methods cannot have."""
+        return self.draws if self.draws == "paced" else None
+
     def as_config(self) -> dict[str, Any]:
         """The settings that must be equal on all workers, and in a saved state and its reader."""
         return {
@@ -86,6 +96,7 @@ class Options:
             "warmup_steps": self.warmup_steps,
             **self.method.settings(),
             "draws": self.draws,
+            "speeds": None if self.speeds is None else as_records(self.speeds),
             "seed": self.seed,
             "buffers": self.buffers,
             "on_nonfinite": self.on_nonfinite,
@@ -118,6 +129,7 @@ def checked_options(
     for name, least in (("seed", 0), ("delay", 0), ("fragments", 1)):
         others[name] = check_int(name, others[name], least=least)
     others["average_state"] = _checked_names(others["average_state"])
+    others["speeds"] = checked_speeds(others["speeds"])
     options = Options(
         method=method,
         sync_every=first,
@@ -127,6 +139,7 @@ def checked_options(
         **others,
     )
     check_choice("draws", options.draws, DRAWS)
+    _check_speeds(options)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
     check_flag("offload", options.offload)
     check_flag("same_data", options.same_data)
@@ -154,6 +167,7 @@ def checked_options(
         fragments=options.fragments,
         sync_every=auto,
         offload=options.offload,
+        draws=options.paced_or_none,
     )
     _check_lag(first, auto, options.delay, options.fragments)
     _check_names(method)
@@ -165,8 +179,17 @@ def checked_options(
             blend=options.blend,
             outer_scheduler=outer_scheduler,
             offload=options.offload,
+            draws=options.paced_or_none,
         )
     return options
+
+
+def _check_speeds(options: Options) -> None:
+    if options.speeds is not None and not options.paced_or_none:
+        raise ValueError(
+            f"speeds={as_records(options.speeds)} are given with draws={options.draws!r}, under "
+            "which workers of any speed mix alike; use draws='paced', or leave them out"
+        )
 
 
 NOTHING = {

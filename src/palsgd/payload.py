@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from palsgd.worker import Worker
 
 REPORT = 9  # numbers of each worker in the header of a sync (see palsgd.guard)
-REPORT_WITH_COSTS = 11  # the same, while sync_every="auto" measures
+REPORT_WITH_COSTS = 11  # the same with sync_every="auto" or draws="paced", which measure
 UNTRAINED = 6  # numbers of each worker before the first round (see palsgd.untrained)
 
 
@@ -165,6 +165,7 @@ class PayloadSize:
         delay: int = 0,
         codec: Codec | None = None,
         whole: bool = False,
+        draws: str = "balanced",
     ) -> "PayloadSize":
         """The sizes for a model in single precision, under an optimizer's default settings."""
         return cls(
@@ -174,6 +175,7 @@ class PayloadSize:
             buffers=model.buffers,
             tensors=model.tensors,
             scalars=method.scalars,
+            report=REPORT_WITH_COSTS if draws == "paced" else REPORT,
             codec=codec,
             displacement=False,  # if it is sent, it is among the parts
             gathered=method.gathered,

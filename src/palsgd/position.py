@@ -89,8 +89,8 @@ class Company:
         if member.draws_alone and any(one.draws_alone for one in waiting):
             raise ValueError(
                 "two optimizers in one process, each with a group of its own, would wait for each "
-                "other with draws='independent', as their syncs come in another order on every "
-                "worker; use draws='balanced' for both"
+                f"other with draws={member.facts.draws!r}, as their syncs come in another order on "
+                "every worker; use draws='balanced' for both"
             )
 
     def join(self, member: Any) -> int:

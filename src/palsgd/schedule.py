@@ -5,18 +5,21 @@ Everything here is a pure function of the settings and of facts about finished r
 both simulators, the cluster model, forecasts and evaluation rules all use this module.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from palsgd.checks import check_choice, check_int, check_mix_prob, in_error
 
-DRAWS = ("balanced", "independent", "shared")
+EVEN_DRAWS = ("balanced", "independent", "shared")  # those under which no worker's speed matters
+DRAWS = (*EVEN_DRAWS, "paced")
+MOST_RAISED = 3.0  # with paced draws a gradient step uses at most so many times the learning rate
 
 
 def round_plan(
@@ -41,10 +44,13 @@ def round_plan(
         round: which round, from 0.
         sync_every: the number of steps of the round, H.
         mix_prob: the probability p of a mixing step.
-        draws: "balanced", "independent" or "shared".
+        draws: "balanced", "independent", "shared" or "paced".
         stops: offsets 0 < s < H within the round at which something is sent or applied. With
             balanced draws all workers take equally many gradients between two stops.
-        speeds: for draws that depend on measured speeds; these three do not.
+        speeds: for "paced", and for it alone: a number > 0 for each worker, the gradients that it
+            computes in a second or in any other unit of time. Between two stops the fastest worker
+            takes as many gradients as with balanced draws, and each other one so many fewer as it
+            is slower, but at least one. With equal speeds the plan is that of balanced draws.
 
     Raises:
         ValueError: an argument is out of its range; the message names the range.
@@ -55,35 +61,129 @@ def round_plan(
         ...     seed=0, worker=1, round=0, sync_every=4, mix_prob=0.0, draws="balanced"
         ... )
         [False, False, False, False]
+        >>> slow = palsgd.round_plan(
+        ...     seed=0, worker=1, round=0, sync_every=6, mix_prob=0.0, draws="paced", speeds=(3, 1)
+        ... )
+        >>> slow.count(False)
+        2
     """
     seed, worker = check_int("seed", seed), check_int("worker", worker)
     round, steps = check_int("round", round), check_int("sync_every", sync_every, least=1)
     check_mix_prob(mix_prob)
     check_choice("draws", draws, DRAWS)
-    if speeds is not None:
+    paced = draws == "paced"
+    if speeds is not None and not paced:
         raise ValueError(
             f"speeds={in_error(speeds)} has no meaning with draws={draws!r}, under which workers "
             "of any speed mix alike; leave it out"
         )
-    bounds = list(pairwise([0, *check_stops(stops, steps), steps]))
-    if mix_prob == 0:
+    found = check_speeds(speeds, worker=worker) if paced else (1.0,)
+    stops = check_stops(stops, steps)
+    if mix_prob == 0 and not paced:
         return [False] * steps
-    everyone, own = (round, 0), (round, 1 + worker)
     if draws == "independent":
-        return _coins(seed, own, steps, mix_prob).tolist()
-    common = _coins(seed, everyone, steps, mix_prob)
+        return _coins(seed, (round, 1 + worker), steps, mix_prob).tolist()
     if draws == "shared":
-        return common.tolist()
-    # Balanced. In a stretch of L steps `common` holds L i.i.d. coins, so their sum is
+        return _common_coins(seed, round, steps, mix_prob).tolist()
+    stretches = _stretches(seed, round, steps, mix_prob, stops, found)
+    counts = {(s.start, s.stop): s.mixing_of(worker if paced else 0) for s in stretches}
+    return _placed(_uniforms(seed, (round, 1 + worker), steps), counts)
+
+
+def _placed(uniforms: np.ndarray, counts: Mapping[tuple[int, int], int]) -> list[bool]:
+    """A round with so many mixing steps in each of its stretches, at places of a worker's own."""
+    # Balanced. In a stretch of L steps there are L common i.i.d. coins, so their sum is
     # Binomial(L, p). Given the sum, the places of the heads among L i.i.d. coins are a uniform
     # subset. Each worker draws its own subset (by the ranks of L uniforms). The coins of one worker
     # are therefore i.i.d. Bernoulli(p), while all workers have the same number of mixing steps in
-    # every stretch.
-    mixing, uniforms = np.zeros(steps, dtype=bool), _uniforms(seed, own, steps)
-    for start, stop in bounds:
-        places = np.argsort(uniforms[start:stop], kind="stable")[: common[start:stop].sum()]
-        mixing[start + places] = True
+    # every stretch. Paced draws differ in the size of a slower worker's subset only.
+    mixing = np.zeros(len(uniforms), dtype=bool)
+    for (start, stop), count in counts.items():
+        mixing[start + np.argsort(uniforms[start:stop], kind="stable")[:count]] = True
     return mixing.tolist()
+
+
+# -- uneven workers --------------------------------------------------------------------------------
+
+
+class StepPace(NamedTuple):
+    """What a step of one worker counts for in a round of unevenly fast workers."""
+
+    share: float  # the learning rate of a gradient step is divided by it
+    power: float  # of a mixing step: its pull leaves (1 - beta)^power of a displacement
+
+
+class _Stretch(NamedTuple):
+    """The steps of a round between two stops."""
+
+    start: int
+    stop: int
+    mixing: int  # m, of the fastest worker
+    gradients: tuple[int, ...]  # g_k, of each worker
+
+    def mixing_of(self, worker: int) -> int:
+        return self.stop - self.start - self.gradients[worker]
+
+    def pace_of(self, worker: int) -> StepPace:
+        """The rates of a stretch add up to L times the learning rate, unless the bound forbids it,
+        and its m_k mixing steps pull as m mixing steps of the fastest worker do:
+        (1 - beta_k)^(m_k) = (1 - beta)^m. If m is 0 they pull nothing."""
+        share = self.gradients[worker] / (self.stop - self.start)
+        mixing = self.mixing_of(worker)
+        return StepPace(max(share, 1 / MOST_RAISED), self.mixing / mixing if mixing else 1.0)
+
+
+def round_pace(
+    *,
+    seed: int,
+    worker: int,
+    round: int,
+    sync_every: int,
+    mix_prob: float,
+    stops: Sequence[int],
+    speeds: Sequence[float],
+) -> list[StepPace]:
+    """What each step of a worker's round counts for, with paced draws."""
+    found = []
+    for stretch in _stretches(seed, round, sync_every, mix_prob, stops, speeds):
+        found += [stretch.pace_of(worker)] * (stretch.stop - stretch.start)
+    return found
+
+
+def paced_gradients(gradients: int, speeds: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The gradients of each worker in a stretch in which the fastest takes so many: as many fewer
+    as it is slower, but at least one, unless the stretch has none at all."""
+    found = np.rint(gradients * np.asarray(speeds, dtype=np.float64) / np.max(speeds))
+    return np.minimum(np.maximum(found, 1), gradients).astype(np.int64)
+
+
+def check_speeds(speeds: Any, *, worker: int = 0) -> tuple[float, ...]:
+    """The speeds as floats, or a ValueError that says what they must be."""
+    try:
+        found = tuple(map(float, speeds))
+    except (TypeError, ValueError):
+        found = ()
+    if not found or not all(0 < speed < math.inf for speed in found) or worker >= len(found):
+        raise ValueError(
+            f"speeds={speeds!r} must have a number > 0 for each worker with draws='paced', worker "
+            f"{worker} among them; give for instance the gradients that each computes in a second"
+        )
+    return found
+
+
+def _stretches(
+    seed: int,
+    round: int,
+    steps: int,
+    mix_prob: float,
+    stops: Sequence[int],
+    speeds: Sequence[float],
+) -> Iterator[_Stretch]:
+    common = _common_coins(seed, round, steps, mix_prob)
+    for start, stop in pairwise([0, *stops, steps]):
+        mixing = int(common[start:stop].sum())
+        gradients = paced_gradients(stop - start - mixing, speeds)
+        yield _Stretch(start, stop, mixing, tuple(gradients.tolist()))
 
 
 def check_stops(stops: Sequence[int], steps: int) -> list[int]:
@@ -105,6 +205,10 @@ def _uniforms(seed: int, stream: tuple[int, int], count: int) -> np.ndarray:
     # words, so hosts with other numpy releases draw the same plan.
     words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=stream)).random_raw(count)
     return (words >> np.uint64(11)) * 2.0**-53
+
+
+def _common_coins(seed: int, round: int, count: int, probability: float) -> np.ndarray:
+    return _coins(seed, (round, 0), count, probability)
 
 
 def _coins(seed: int, stream: tuple[int, int], count: int, probability: float) -> np.ndarray:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
+from palsgd.pacing import as_records
 from palsgd.packing import ModelLike, numbers, packed, snapshot, unpacked
 from palsgd.schedule import Span
 from palsgd.sharding import local_tensor
@@ -30,7 +31,7 @@ from palsgd.state_optimizers import (
 )
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
 from palsgd.state_rank import await_pending, load_rank, save_rank
-from palsgd.worker import Progress
+from palsgd.worker import Progress, Worker
 
 __all__ = ["SCHEMA", "Parts", "load_state", "numbers", "save_state"]
 
@@ -216,6 +217,7 @@ def _load_progress(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     saved["marks"] = [(steps, tuple(sums)) for steps, sums in saved["marks"]]
     saved["last_record"] = tuple(saved["last_record"])
     _cut_anew(saved, worker.schedule.fragments)
+    _keep_speeds(saved, worker)
     worker.at = Progress(**saved)
     if load.differs("sync_every", "method"):
         return  # the rounds are those of the new settings, and "auto" measures anew
@@ -224,6 +226,18 @@ def _load_progress(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     elif worker.interval is not None or worker.method.varies_length:
         worker.interval = None
         _take_spans(of, [Span(*span) for span in spans])
+
+
+def _keep_speeds(saved: dict[str, Any], worker: Worker) -> None:
+    """The saved speeds, unless others are given, or they are of another number of workers: then a
+    run begins with equal ones and measures anew."""
+    pacing, found = worker.pacing, saved.get("speeds") or []
+    found = [(round, tuple(speeds)) for round, speeds in found]
+    fits = pacing is not None and all(len(speeds) == pacing.workers for _, speeds in found)
+    if found and fits and pacing is not None and pacing.given is None:
+        saved["speeds"] = found
+    else:
+        saved["speeds"], saved["step_seconds"] = worker.at.speeds, []
 
 
 def _cut_anew(saved: dict[str, Any], fragments: int) -> None:
@@ -323,7 +337,10 @@ def _load_data(of: Parts, saved: Any, load: Loading) -> None:
 
 
 def _load_ledger(of: Parts, saved: dict[str, Any], load: Loading) -> None:
-    of.worker.ledger.load(saved)
+    worker = of.worker
+    worker.ledger.load(saved)
+    if not worker.ledger.speeds or worker.ledger.speeds[-1:] != as_records(worker.at.speeds[-1:]):
+        worker.ledger.speeds = as_records(worker.at.speeds)  # not those of the saved run
 
 
 def _nothing(of: Parts, saved: Any, load: Loading) -> None:

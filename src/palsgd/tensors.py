@@ -11,7 +11,7 @@ from palsgd.method import Rate
 # The attributes of `w` beside its functions. No state of a method may have one of these names.
 RESERVED = frozenset(
     ["local", "anchor", "grad", "groups", "inner", "rates", "initial_rates", "rate_sums"]
-) | {"gradient_steps", "worker", "workers", "round", "clock", "length"}
+) | {"gradient_steps", "worker", "workers", "round", "clock", "length", "pull_powers"}
 
 
 class WorkerTensors:
@@ -40,6 +40,9 @@ class WorkerTensors:
             `after_gradient` the step and the steps without data that follow it are counted. Of
             stacked workers it is a number if all have the same clock, else a tensor.
         length: the number of steps of the round, H.
+        pull_powers: in `after_gradient` only, one number per step without data: the power of what
+            its pull leaves, which is 1 unless `draws="paced"` makes a worker mix more often than
+            the fastest one. Of stacked workers it is a number if all have the same, else a tensor.
     """
 
     def __init__(self, sources: Mapping[str, Callable[[], Any]], **known: Any):

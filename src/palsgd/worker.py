@@ -7,6 +7,7 @@ syncer what a sync does.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from palsgd.inner import InnerStep
 from palsgd.ledger import Ledger
 from palsgd.meter import Meter
 from palsgd.method import Facts, Method
+from palsgd.pacing import Pacing, Settled, Speeds, as_records, speeds_in
 from palsgd.payload import wire_bytes
 from palsgd.position import FINISH, OPENING, SYNC, WARMUP, Position, check, encode
-from palsgd.schedule import Due, Schedule
+from palsgd.schedule import Due, Schedule, StepPace
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
 from palsgd.transports.transport import Message
 from palsgd.warmup import Exchange, GradientSync, Warmup
@@ -56,6 +58,10 @@ class Progress:
     # the gradient steps of all workers when the last sync that was applied was sent, and its clock
     steps_of_all: list[int] = field(default_factory=list)
     counted_at: int = 0
+    # with paced draws: the speeds, and the seconds of a gradient step of all workers at the last
+    # syncs
+    speeds: Settled = field(default_factory=list)
+    step_seconds: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sent_at = self.sent_at or [-1] * self.fragments
@@ -75,14 +81,17 @@ class Worker:
         meter: Meter,
         listeners: Listeners,
         interval: AutoInterval | None,
+        pacing: Pacing | None = None,
     ):
         self.method, self.facts, self.schedule, self.number = method, facts, schedule, number
         self.inner, self.warmup, self._syncer = inner, warmup, syncer
         self.meter, self.listeners = meter, listeners
         self.interval = interval  # None once H is settled
+        self.pacing = pacing  # None unless draws are paced
         self._first = (schedule, facts, interval)  # as it was built
         self.at, self.feed = self._no_progress(), Feed()
-        self._plan: tuple[int, list[bool]] = (-1, [])
+        self.ledger.speeds = as_records(self.at.speeds)
+        self._forget_plans()
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
         self.compares_position = False  # before its next exchange?
         self.optimizer = 0  # which of the optimizers of this process
@@ -93,7 +102,12 @@ class Worker:
 
     def _no_progress(self) -> Progress:
         rate_sums = [0.0] * len(self.inner.optimizer.param_groups)
-        return Progress(fragments=self.schedule.fragments, rate_sums=rate_sums)
+        speeds = [] if self.pacing is None else self.pacing.first
+        return Progress(fragments=self.schedule.fragments, rate_sums=rate_sums, speeds=speeds)
+
+    def _forget_plans(self) -> None:
+        self._plan: tuple[int, list[bool]] = (-1, [])  # of a round
+        self._pace: tuple[int, Sequence[StepPace] | None] = (-1, None)
 
     @property
     def syncer(self) -> Syncer:
@@ -117,8 +131,10 @@ class Worker:
     @property
     def draws_alone(self) -> bool:
         """May this worker take another number of gradients between two syncs than the others?"""
+        if self.facts.workers == 1:
+            return False
         mixes = self.method.gradient_share < 1
-        return mixes and self.facts.draws == "independent" and self.facts.workers > 1
+        return self.pacing is not None or (mixes and self.facts.draws == "independent")
 
     @property
     def leads(self) -> bool:
@@ -141,7 +157,7 @@ class Worker:
             self._stay_local()
             self.at.synced = False
             self._tick_head()
-            rate = self._gradient_step(self.method.gradient_share)
+            rate = self._gradient_step(self._share())
             yield from self._to_next_gradient(rate)
         if not self.leaving and (not self.at.has_anchor or self.at.synced):
             yield from self.prepare()
@@ -153,7 +169,7 @@ class Worker:
         if self.at.clock >= self._plain_until or self.warmup.gradient_sync.on:
             return False
         self.at.synced = False
-        rate = self._gradient_step(self.method.gradient_share)
+        rate = self._gradient_step(self._share())
         self._after_gradient(rate, [])
         return True
 
@@ -314,7 +330,10 @@ class Worker:
     def _rule_after_gradient(
         self, rate: list[float] | None, mixing: list[list[float]]
     ) -> tuple[Any, Any] | None:
-        for w in self.syncer.view.everywhere(**self._when(self.at.clock - 1)):
+        first = self.at.clock - len(mixing)
+        powers = [self._power(step) for step in range(first, self.at.clock)]
+        when = self._when(self.at.clock - 1)
+        for w in self.syncer.view.everywhere(**when, pull_powers=powers):
             weights = self.method.after_gradient(w, rate, mixing)  # equal in all windows
             self.syncer.states.keep_scalars(w)
         return weights
@@ -406,6 +425,36 @@ class Worker:
             self._plan = (round, self.plan_of(self.number, round))
         return self._plan[1]
 
+    def _pace_at(self, clock: int) -> StepPace | None:
+        """What the step that begins at this clock counts for, if it is paced."""
+        if self.pacing is None:
+            return None
+        round, offset = self.schedule.place(clock)
+        if self._pace[0] != round:
+            self._pace = (round, self.pace_of(self.number, round, clock))
+        found = self._pace[1]
+        return None if found is None else found[offset]
+
+    def _share(self) -> float:
+        """What the learning rate of the gradient step that begins now is divided by."""
+        pace = self._pace_at(self.at.clock)
+        return self.method.gradient_share if pace is None else pace.share
+
+    def _power(self, clock: int) -> float:
+        """The power of what the pull of the mixing step that began at this clock leaves."""
+        pace = self._pace_at(clock)
+        return 1.0 if pace is None else pace.power
+
+    def pace_of(
+        self, worker: int, round: int, clock: int | None = None
+    ) -> Sequence[StepPace] | None:
+        """What each step of the round of any worker that contains this clock counts for; None if
+        all count alike."""
+        if self.pacing is None:
+            return None
+        clock = self.at.clock if clock is None else clock
+        return self.method.pace(worker, round, self.schedule.length(clock), self.round_facts(clock))
+
     def plan_of(self, worker: int, round: int, clock: int | None = None) -> list[bool]:
         """The steps of the round of any worker that contains this clock, by default the
         present."""
@@ -424,9 +473,14 @@ class Worker:
         return replace(
             self.facts,
             stops=self.schedule.stops(clock),
+            speeds=self.speeds_in(self.schedule.round_of(clock)),
             rates=tuple(self.inner.rates()),
             scalars=dict(self.at.scalars),
         )
+
+    def speeds_in(self, round: int) -> Speeds:
+        """The speeds of all workers in a round; none unless draws are paced."""
+        return () if self.pacing is None else speeds_in(self.at.speeds, round)
 
     def _extend_schedule(self) -> None:
         """Ask a method whose rounds vary in length for the length of the next round."""
@@ -440,7 +494,7 @@ class Worker:
                     "must give a whole number >= 1"
                 )
             self.schedule = self.schedule.lengthened(clock, number, length)
-            self._plan = (-1, [])
+            self._forget_plans()
 
     # -- what is due ---------------------------------------------------------------------------
 
@@ -555,7 +609,9 @@ class Worker:
 
     def _count_all(self, reports: list[WorkerReport], clock: int) -> None:
         """Keep the gradient steps of all workers at this clock. The reports have them modulo
-        2^16."""
+        2^16, which tells how far workers are apart unless they are paced."""
+        if self.pacing is not None:
+            return
         own = reports[self.number].steps
         mine = self.at.gradient_steps - self._gradients(self.number, clock, self.at.clock)
         apart = [(report.steps - own + 2**15) % 2**16 - 2**15 for report in reports]
@@ -574,10 +630,13 @@ class Worker:
     @property
     def may_save(self) -> bool:
         """Does every worker that has taken as many gradient steps as this one have the same syncs
-        behind it? A worker has run a sync when it has taken the gradient steps before it."""
+        behind it? A worker has run a sync when it has taken the gradient steps before it. With
+        paced draws equal numbers of gradient steps say nothing, but all workers stop at a sync."""
         at, schedule = self.at, self.schedule
         if self.facts.workers == 1 or not at.has_anchor or self.warming_up:
             return True
+        if self.pacing is not None:
+            return at.synced
         last = at.counted_at
         while (following := schedule.next_due(last)) <= at.clock:
             last = following
@@ -601,7 +660,7 @@ class Worker:
     def _moment(self, fragment: int, round: int) -> Moment:
         clock, (steps, sums) = self.at.clock, self.at.marks[fragment]
         delay = self.schedule.span(clock - 1).delay
-        measured = self.interval is not None
+        measured = self.interval is not None or self.pacing is not None
         since = self.at.gradient_steps - self.at.last_record[1]
         return Moment(
             fragment=fragment,
@@ -623,11 +682,31 @@ class Worker:
         self._count_all(outcome.reports, outcome.at.clock)
         at.scalars = outcome.scalars
         self._record(outcome)
+        self._measure_speeds(outcome)
         if outcome.at.fragment == at.fragments - 1:
+            self._settle_speeds()
             at.rounds += 1
             self.syncer.round_ended()
             self._choose_interval(outcome)
             self._extend_schedule()
+
+    def _measure_speeds(self, outcome: Outcome) -> None:
+        """Keep the seconds of a gradient step of all workers, which this sync's header has."""
+        if self.pacing is not None and self.pacing.measures:
+            seconds = [report.step_s for report in outcome.reports]
+            self.at.step_seconds = self.pacing.kept(self.at.step_seconds, seconds)
+
+    def _settle_speeds(self) -> None:
+        """Choose the speeds of the next round that begins. At the end of a round it begins now;
+        where a delayed sync is applied, the plan of the round that has begun stays as it is."""
+        if self.pacing is None or not self.pacing.measures:
+            return
+        at = self.at
+        found = self.pacing.settled(at.step_seconds, at.speeds[-1][1])
+        if found is not None:
+            round, offset = self.schedule.place(at.clock)
+            at.speeds = [*at.speeds[-8:], (round + (offset > 0), found)]
+            self.ledger.speeds += as_records(at.speeds[-1:])
 
     def _choose_interval(self, outcome: Outcome) -> None:
         """While H is being measured, keep the costs of this sync; after the last measured round,
@@ -643,7 +722,7 @@ class Worker:
         clock = self.at.clock
         self.schedule = self.schedule.restarted(clock, length=length, delay=interval.delay)
         self.facts = replace(self.facts, sync_every=length)
-        self._plan = (-1, [])
+        self._forget_plans()
         self.ledger.interval = {
             "sync_every": length,
             "from_clock": clock,
@@ -776,12 +855,14 @@ class Worker:
         if self.interval is not None:
             self.interval.costs = []
         self.at = self._no_progress()
+        self.ledger.speeds = as_records(self.at.speeds)
         if self._syncer is not None:
             self._syncer.start_over()
 
     def resumed(self) -> None:
         """Drop what was computed before progress and schedule were set from a saved state."""
-        self._plan, self._plain_until = (-1, []), -1
+        self._forget_plans()
+        self._plain_until = -1
         self.compares_position = True
         self.warmup.compared = False
         self.warmup.guard.await_gradient()

@@ -411,6 +411,23 @@ def test_a_stretch_that_is_cut_has_its_number_in_all_and_each_workers_own_on_the
     assert stretches.mean(axis=(0, 2)) == pytest.approx(np.array([3, 17, 12]) * 0.8, rel=0.02)
 
 
+@pytest.mark.parametrize("lag", [{}, dict(delay=16), dict(fragments=4)], ids=str)
+@pytest.mark.parametrize("mix_prob", [0.0, 0.1])
+def test_nobody_waits_for_a_straggler_whose_gradients_are_paced(mix_prob, lag):
+    """One of three workers takes three times as long for a gradient."""
+    place = cluster(workers=3, straggler=3.0, latency=0.0, rate="100gbit")
+    even, paced = (
+        place.project(
+            work(sync_every=64, mix_prob=mix_prob, draws=draws, parameters=1000, **lag), steps=6400
+        )
+        for draws in ("balanced", "paced")
+    )
+    of_the_fast = 3 / 2 * even.wait_s / even.time_s
+    assert of_the_fast == pytest.approx(2 / 3, abs=0.01)
+    assert 3 / 2 * paced.wait_s / paced.time_s < 0.05
+    assert paced.time_s < 0.37 * even.time_s
+
+
 def law_of(stretches):
     """The share of rounds with each count of worker 0 in the first stretch and of worker 1 in the
     second, and of rounds in which both workers have the same count in a stretch."""
@@ -421,11 +438,12 @@ def law_of(stretches):
 
 
 @pytest.mark.parametrize("stops", [[], [3], [2, 5]])
-@pytest.mark.parametrize("draws", ["balanced", "independent", "shared"])
+@pytest.mark.parametrize("draws", ["balanced", "independent", "shared", "paced"])
 def test_planned_and_drawn_counts_have_the_same_law(draws, stops):
     rounds, facts = 6000, palsgd.Facts(sync_every=7, workers=2, seed=5, draws=draws)
-    planned = Planned(PALSGDMethod(mix_prob=0.4, mix_rate=0.1), facts)
-    drawn = Drawn(workers=2, mix_prob=0.4, draws=draws, rng=np.random.default_rng(9))
+    speeds, rng = (1.0, 0.6), np.random.default_rng(9)
+    planned = Planned(PALSGDMethod(mix_prob=0.4, mix_rate=0.1), facts, lambda round: speeds)
+    drawn = Drawn(workers=2, mix_prob=0.4, draws=draws, rng=rng, speeds=np.array(speeds))
     planned, drawn = (
         law_of(stretches_of(each, [0, 3, 7], rounds, stops)) for each in (planned, drawn)
     )

@@ -26,6 +26,21 @@ def extending():
     return executed("docs/extending.md", *code_blocks(page("docs/extending.md")))
 
 
+# -- docs/uneven.md ------------------------------------------------------------------------------
+
+
+def test_the_outer_step_of_the_page_is_nesterovs_and_its_optimizer_trains():
+    found = executed("docs/uneven.md", *code_blocks(page("docs/uneven.md")))
+    own, known = (torch.nn.Parameter(torch.arange(5.0)) for _ in range(2))
+    steps = found["SeparatelyRounded"]([own], lr=0.7), palsgd.nesterov(0.7, 0.5)([known])
+    for scale in (1.0, -0.3, 2.0):
+        for param, outer in zip((own, known), steps, strict=True):
+            param.grad = scale * torch.linspace(0.1, 0.5, 5)
+            outer.step()
+    torch.testing.assert_close(own, known)
+    assert found["opt"].ledger.speeds == []
+
+
 # -- docs/extending.md ---------------------------------------------------------------------------
 
 

@@ -285,6 +285,55 @@ def test_with_balanced_coins_no_worker_computes_more_than_another():
     assert (np.array(counts) == counts[0]).all()
 
 
+# -- uneven workers ------------------------------------------------------------------------------
+
+
+speeds_of_some = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(lags(), speeds_of_some, st.integers(0, 2**33), st.floats(0, 0.99))
+def test_paced_workers_take_gradients_by_their_speeds_between_any_two_stops(
+    lag, speeds, round_, prob
+):
+    steps, stops = lag["sync_every"], round_stops(**lag)
+    where = dict(round=round_, sync_every=steps, mix_prob=prob, stops=stops)
+    even = plan(**where)
+    found = [plan(worker=k, draws="paced", speeds=speeds, **where) for k in range(len(speeds))]
+    for start, stop in itertools.pairwise([0, *stops, steps]):
+        gradients = even[start:stop].count(False)
+        for coins, speed in zip(found, speeds, strict=True):
+            wanted = max(1, round(gradients * speed / max(speeds))) if gradients else 0
+            assert coins[start:stop].count(False) == wanted
+
+
+@settings(deadline=None, max_examples=40)
+@given(lags(), st.floats(0.01, 100), st.integers(0, 5), st.floats(0, 0.99))
+def test_with_equal_speeds_paced_plans_are_balanced_ones(lag, speed, worker, prob):
+    where = dict(
+        sync_every=lag["sync_every"], mix_prob=prob, stops=round_stops(**lag), worker=worker
+    )
+    for round in range(5):
+        paced = plan(round=round, draws="paced", speeds=[speed] * 6, **where)
+        assert paced == plan(round=round, **where)
+
+
+def test_a_slow_worker_mixes_at_places_of_its_own_all_alike():
+    coins = plans(draws="paced", speeds=(1, 1, 0.5), worker=2, mix_prob=0.2, sync_every=10)
+    share = coins.mean()
+    assert share == pytest.approx(0.6, abs=0.01)
+    rates = coins.mean(axis=0)
+    assert np.abs(rates - share).max() < 4 * math.sqrt(share * (1 - share) / ROUNDS)
+
+
+@pytest.mark.parametrize(
+    "speeds", [None, (), (1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (1, "fast"), 3.0]
+)
+def test_paced_plans_need_the_speed_of_every_worker(speeds):
+    with pytest.raises(ValueError, match="must have a number > 0 for each worker"):
+        plan(worker=1, draws="paced", speeds=speeds)
+
+
 # -- fixed for good ----------------------------------------------------------------------------
 
 
@@ -294,6 +343,11 @@ def golden_cases():
             yield dict(
                 seed=seed, worker=worker, round=round, sync_every=steps, mix_prob=prob, draws=draws
             )
+    for worker, speeds in [(0, [1, 1, 0.33]), (2, [1, 1, 0.33]), (1, [0.6, 1.7])]:
+        yield dict(
+            seed=2023, worker=worker, round=77, sync_every=64, mix_prob=0.1, draws="paced",
+            stops=[16, 40], speeds=speeds,
+        )  # fmt: skip
 
 
 def test_plans_are_those_of_the_golden_file():

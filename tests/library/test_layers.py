@@ -16,7 +16,7 @@ LAYERS = (
     ("outer", "progress", "references", "rows", "scalars", "sharding", "step_folders"),
     ("stored_tree", "tensor_files", "unsynced", "units"),
     (
-        *("auto_interval", "codecs", "ledger", "meter", "offload", "replica", "schedule"),
+        *("auto_interval", "codecs", "ledger", "meter", "offload", "pacing", "replica", "schedule"),
         *("process_groups", "two_levels", "wrapped"),
     ),
     (

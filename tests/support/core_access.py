@@ -17,6 +17,11 @@ def core_of(opt) -> Worker:
     return opt._worker
 
 
+def speeds_of(opt) -> tuple[list, list]:
+    """The settled speeds of paced draws, and the seconds that they are taken from."""
+    return core_of(opt).at.speeds, core_of(opt).at.step_seconds
+
+
 def anchor_of(opt) -> Tensor:
     """The global model laid end to end. Writing into it changes the anchor itself."""
     return core_of(opt).syncer.anchor.flat

@@ -4,10 +4,12 @@ import numpy as np
 
 
 def algorithm1(
-    x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0, beta=None
-):
+    x0, gradient, *, workers, steps, H, p, eta, lr, inner, outer, plan, warmup=0, beta=None,
+    pace=None,
+):  # fmt: skip
     """`gradient(k, x, i)` is worker k's i-th gradient at x; `plan(k, r)` its coins in round r;
-    `beta(t)` the weight of a mixing step, if it is not lr(t) eta / p."""
+    `beta(t)` the weight of a mixing step, if it is not lr(t) eta / p; `pace(k, r)` the factor on
+    lr and the power of 1 - beta in round r of unevenly fast workers."""
     anchor, local = x0.copy(), [x0.copy() for _ in range(workers)]
     inner_opt, outer_opt = [inner() for _ in range(workers)], outer()
     drawn = [0] * workers  # batches each worker has used
@@ -21,12 +23,14 @@ def algorithm1(
             continue
         round, place = divmod(t - warmup, H)
         for k in range(workers):
+            factor, power = (1 / (1 - p), 1) if pace is None else pace(k, round)
             if plan(k, round)[place]:
                 weight = lr(t) * eta / p if beta is None else beta(t)
+                weight = 1 - (1 - weight) ** power
                 local[k] = local[k] - weight * (local[k] - anchor)
             else:
                 g = gradient(k, local[k], drawn[k])
-                local[k] = inner_opt[k](local[k], g, lr(t) / (1 - p))
+                local[k] = inner_opt[k](local[k], g, lr(t) * factor)
                 drawn[k] += 1
         if place == H - 1 or t == steps - 1:
             delta = np.mean([anchor - x for x in local], axis=0)

@@ -168,6 +168,13 @@ class Cluster:
             self.all_reduce,
         )  # fmt: skip
 
+    @property
+    def speeds(self) -> np.ndarray:
+        """Of each worker, the gradients that it computes while the fastest computes one."""
+        found = np.ones(self.workers)
+        found[-self.stragglers :] /= self.straggler
+        return found
+
     def inside_s(self, work: Work) -> float:
         """The seconds by which the ranks of a worker lengthen a gradient step, as they average its
         gradient among themselves."""

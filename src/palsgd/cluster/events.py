@@ -73,7 +73,11 @@ class TimeSimulation:
         self.schedule = work.schedule.with_end(end)
         self._payload = work.payload(cluster.workers)
         self._counts = counts or Drawn(
-            workers=cluster.workers, mix_prob=work.mix_prob, draws=work.draws, rng=draws
+            workers=cluster.workers,
+            mix_prob=work.mix_prob,
+            draws=work.draws,
+            rng=draws,
+            speeds=cluster.speeds,
         )
         self._compute = cluster.compute(steps)
         self._watched, self._until = list(watched), until_s

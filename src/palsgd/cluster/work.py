@@ -114,6 +114,7 @@ class Work:
             delay=self.delay,
             codec=find_codec(self.compress),
             whole=True,
+            draws=self.draws,
         )
 
     def buckets(self) -> list[int]:

@@ -16,6 +16,7 @@ from palsgd.lab.methods import plain_local, takes_outer
 from palsgd.lab.report import formats
 from palsgd.lab.settings import Settings
 from palsgd.methods.palsgd import DEFAULT_PULL, WEAK, PALSGDMethod, round_pull
+from palsgd.schedule import MOST_RAISED, paced_gradients
 
 MOST_ROWS = 16  # workers shown of a round
 
@@ -205,7 +206,12 @@ def remarks(ahead: Forecast) -> list[str]:
             "steps, which is plain DDP; use fewer, or more steps"
         ]
     mixes = ahead.mix_prob and isinstance(ahead.method, PALSGDMethod)
-    return [*_about_rounds(ahead), *(_about_mixing(ahead) if mixes else ())]
+    paced = ahead.settings.draws == "paced" and ahead.settings.workers > 1
+    return [
+        *_about_rounds(ahead),
+        *(_about_mixing(ahead) if mixes else ()),
+        *(_about_pacing(ahead) if paced else ()),
+    ]
 
 
 def _about_rounds(ahead: Forecast) -> Iterator[str]:
@@ -270,6 +276,23 @@ def _about_mixing(ahead: Forecast) -> Iterator[str]:
             "draws=shared: all workers mix at the same steps, as in the paper's released code, so "
             "their mixing does not average out; use balanced, where nobody waits either"
         )
+
+
+def _about_pacing(ahead: Forecast) -> Iterator[str]:
+    speeds = ahead.speeds
+    if len(set(speeds)) == 1:
+        yield (
+            "draws=paced with equal speeds is balanced; processes measure their speeds in the "
+            "first rounds, a simulation takes those of speeds="
+        )
+        return
+    gradients = paced_gradients(round(ahead.gradients(ahead.sync_every)), speeds)
+    slowest = int(gradients.argmin())
+    raised = min(ahead.sync_every / int(gradients[slowest]), MOST_RAISED)
+    yield (
+        f"draws=paced: in a round worker {slowest} takes about {gradients[slowest]} gradients and "
+        f"the fastest {gradients.max()}, at {raised:.2g} times the learning rate; nobody waits"
+    )
 
 
 def _count(number: int, what: str) -> str:

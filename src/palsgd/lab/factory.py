@@ -37,8 +37,9 @@ def build_optimizer(
     if row.rounds:
         names = ("warmup_steps", "compress", "delay", "fragments", "seed")
         shared |= {name: getattr(settings, name) for name in names}
-        if row.mixes:
+        if row.mixes or settings.draws == "paced":
             shared["draws"] = settings.draws
+            shared["speeds"] = settings.worker_speeds
         if takes_outer(row):
             shared["outer"] = outer_optimizer(settings)
             if settings.outer_schedule != "constant":

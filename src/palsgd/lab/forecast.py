@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from palsgd import registry
+from palsgd.cluster import Cluster
 from palsgd.codecs import find_codec
 from palsgd.lab import workloads
 from palsgd.lab.clock_values import Pieces, parse
@@ -93,12 +94,25 @@ class Forecast:
             seed=settings.seed,
             draws=settings.draws,
             stops=self.schedule.stops(steps[0]),
+            speeds=self.speeds,
         )
         length = self.schedule.length(steps[0])
         return self.method.plan(worker, round, length, facts)[: len(steps)]
 
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of the workers, as far as they matter: those that are given, or of the cluster, or
+        equal."""
+        settings = self.settings
+        if settings.worker_speeds is not None:
+            return settings.worker_speeds
+        if settings.draws == "paced" and settings.cluster is not None:
+            return tuple(Cluster.parse(settings.cluster, workers=settings.workers).speeds.tolist())
+        return (1.0,) * settings.workers
+
     def gradients(self, steps: int) -> float:
-        """Expected for one worker in this many steps of the local phase."""
+        """Expected for one worker in this many steps of the local phase; for the fastest, if
+        workers are paced."""
         return steps * (1 - self.mix_prob)
 
     @property
@@ -164,6 +178,7 @@ class Forecast:
             fragments=self.schedule.fragments,
             delay=self.schedule.spans[0].delay,
             codec=find_codec(self.settings.compress) if self.row.rounds else None,
+            draws=self.settings.draws if self.row.rounds else "balanced",
         )
 
     @property

@@ -78,7 +78,7 @@ def group(runs: list[Run]) -> list[Group]:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    without = _NOT_SETTINGS | without_effect(run.method)
+    without = _NOT_SETTINGS | without_effect(run.method, run.config.get("draws", "balanced"))
     return {key: value for key, value in run.config.items() if key not in without}
 
 

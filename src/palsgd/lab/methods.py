@@ -93,15 +93,16 @@ def method_of(settings: Settings, steps: int | None = None) -> Method:
     return registry.row(settings.method).method(**own_settings(settings, steps))
 
 
-def without_effect(name: str) -> set[str]:
-    """Settings that have no effect on a method. A comparison hands all methods the same ones."""
+def without_effect(name: str, draws: str = "balanced") -> set[str]:
+    """Settings that have no effect on a method, with such draws. A comparison hands all methods the
+    same ones. Paced draws change every method that has rounds."""
     row = registry.known(name)
     if row is None:
         return set()
     of_methods = {method_setting(own) for each in registry.all_rows() for own in each.settings()}
     found = of_methods - {method_setting(own) for own in row.settings()}
-    if not row.mixes:
-        found |= {"draws"}
+    if not (row.mixes or (row.rounds and draws == "paced")):
+        found |= {"draws", "speeds"}
     if not takes_outer(row):
         found |= {name for name in FIELDS if name.startswith("outer")}
     if not row.rounds:

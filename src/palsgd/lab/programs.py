@@ -82,6 +82,8 @@ def _rounds(settings: Settings) -> dict[str, Any]:
     names = ("sync_every", "warmup_steps", "compress", "delay", "fragments")
     found = {name: getattr(settings, name) for name in names}
     found["outer step"] = _outer(settings, row)
+    if settings.draws == "paced":
+        found |= {"draws": settings.draws, "speeds": settings.worker_speeds}
     if _is_plain(settings, row):
         return found
     own = method_of(settings).settings()

@@ -47,6 +47,7 @@ class Settings:
     pull: float | str | None = None  # of a round's mixing steps; neither: the library's default
     warmup_steps: int = 0
     draws: str = "balanced"
+    speeds: str | None = None  # with draws=paced, of each worker: 1:1:0.33; None: measured
     buffers: str = "average"
     compress: str | None = None  # what a sync sends: bf16, int8, int4 or topk:SHARE
     delay: int = 0  # steps between sending and applying a sync
@@ -92,6 +93,7 @@ class Settings:
             for value in _numbers(name, getattr(self, name)):
                 check_number(name, value, words, low=low, high=high)
         check_sharding(self.sharding)
+        self._check_speeds()
         self._check_what_needs_torch()
         if self.mix_rate is not None and self.pull is not None:
             raise ValueError(
@@ -117,6 +119,31 @@ class Settings:
         object.__setattr__(self, "workload", references.absolute(self.workload))
         if self.method not in registry.names():
             object.__setattr__(self, "method", registry.row(self.method).name)
+
+    @property
+    def worker_speeds(self) -> tuple[float, ...] | None:
+        """The numbers of `speeds`, one for each worker."""
+        if self.speeds is None:
+            return None
+        try:
+            return tuple(map(float, str(self.speeds).split(":")))
+        except ValueError:
+            return ()
+
+    def _check_speeds(self) -> None:
+        found = self.worker_speeds
+        if found is None:
+            return
+        if len(found) != self.workers or not all(0 < speed < math.inf for speed in found):
+            raise ValueError(
+                f"speeds={self.speeds} must be {self.workers} numbers > 0, one for each worker, "
+                f"such as speeds={':'.join(['1'] * (self.workers - 1) + ['0.5'])}"
+            )
+        if self.draws != "paced":
+            raise ValueError(
+                f"speeds={self.speeds} has no meaning with draws={self.draws}, under which workers "
+                "of any speed mix alike; add draws=paced, or leave it out"
+            )
 
     def _check_batches(self) -> None:
         if self.batch_size % self.micro_batches:
@@ -255,7 +282,7 @@ IN_EPOCHS = (
 )
 _EITHER = (*IN_EPOCHS, ("mix_rate", "pull"))
 CHOICES = {
-    "draws": ("balanced", "independent", "shared"),
+    "draws": ("balanced", "independent", "shared", "paced"),
     "buffers": ("average", "local", "recompute"),
     "split": ("test", "choose"),
     "target_on": ("loss", "metric", "train_loss", "train_metric"),

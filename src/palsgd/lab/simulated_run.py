@@ -39,6 +39,7 @@ FREE = (
     "mix_rate",
     "pull",
     "draws",
+    "speeds",
     "outer",
     "outer_lr",
     "outer_momentum",

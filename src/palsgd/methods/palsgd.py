@@ -14,6 +14,14 @@ rate:
     beta = 1 - (1 - pull)^(1 / (p H))        beta = lr eta / p
 
 Every H steps there is an outer step, as in DiLoCo, which is the case p = 0.
+
+With paced draws the workers may be unevenly fast. In a stretch of L steps in which the fastest
+worker mixes m times, worker k takes g_k gradients and mixes m_k = L - g_k times, with
+
+    g_k = max(1, round((L - m) v_k / max v))    lr_k = lr min(L / g_k, 3)
+    beta_k = 1 - (1 - beta)^(m / m_k)
+
+so that the rates of a stretch add up to the same, and its mixing steps pull alike, on all workers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +35,7 @@ from palsgd.checks import check_mix_prob, check_mix_rate, check_pull
 from palsgd.method import Facts, Method, Rate, Rates
 from palsgd.outer import nesterov
 from palsgd.registry import Row
-from palsgd.schedule import round_plan
+from palsgd.schedule import StepPace
 from palsgd.tensors import WorkerTensors, at_most_one, bounds, highest, lowest
 
 OfClock = float | Callable[[int], float]  # a number, or a function of the clock
@@ -66,15 +74,10 @@ class PALSGDMethod(Method):
         return {name: _shown(value) for name, value in super().settings().items()}
 
     def plan(self, worker: int, round: int, length: int, facts: Facts) -> list[bool]:
-        return round_plan(
-            seed=facts.seed,
-            worker=worker,
-            round=round,
-            sync_every=length,
-            mix_prob=self.mix_prob,
-            draws=facts.draws,
-            stops=facts.stops,
-        )
+        return facts.drawn(worker, round, length, self.mix_prob)
+
+    def pace(self, worker: int, round: int, length: int, facts: Facts) -> Sequence[StepPace] | None:
+        return facts.pace(worker, round, length, self.mix_prob)
 
     def check(self, rates: Sequence[float]) -> None:
         if self.mix_prob and self.mix_rate is not None and not callable(self.mix_rate):
@@ -104,8 +107,13 @@ class PALSGDMethod(Method):
     def after_gradient(
         self, w: WorkerTensors, rate: Rates | None, mixing: Sequence[Rates]
     ) -> tuple[Rate, Rate] | None:
+        if not self.mix_prob:  # the steps that paced draws leave out pull nothing
+            return None
         first = w.clock - len(mixing)  # the clock at which the first of these steps began
-        betas = [self.betas(step, first + i, w.length) for i, step in enumerate(mixing)]
+        betas = [
+            [weakened(beta, power) for beta in self.betas(step, first + i, w.length)]
+            for i, (step, power) in enumerate(zip(mixing, w.pull_powers, strict=True))
+        ]
         for group, steps in enumerate(zip(*betas, strict=True)):
             w.mix_group(group, collapsed(steps))
         every = [beta for step in betas for beta in step]
@@ -138,6 +146,17 @@ def step_beta(pull: Rate, mix_prob: float, length: int) -> Rate:
     """The weight of a mixing step such that the p H mixing steps that a round has on average leave
     1 - pull of a displacement."""
     return 1.0 - (1.0 - pull) ** (1.0 / (mix_prob * length))
+
+
+def weakened(beta: Rate, power: Rate) -> Rate:
+    """The weight of a mixing step that leaves (1 - beta)^power of a displacement. A slower worker
+    of paced draws has more mixing steps; with such weights they pull no more than the fewer steps
+    of the fastest worker."""
+    if isinstance(power, Tensor):  # worker by worker, as torch's powers are rounded otherwise
+        betas = torch.as_tensor(beta, dtype=torch.float64).expand_as(power).tolist()
+        pairs = zip(betas, power.tolist(), strict=True)
+        return torch.tensor([weakened(*pair) for pair in pairs], dtype=torch.float64)
+    return beta if power == 1 else 1.0 - (1.0 - beta) ** power
 
 
 def round_pull(beta: float, mix_prob: float, length: int) -> float:

@@ -50,6 +50,12 @@ def built(
             "sync_every='auto' measures a link, and simulated workers have none; give a number, "
             "such as the one that a real run's ledger.interval shows"
         )
+    pacing = opt._worker.pacing
+    if pacing is not None and pacing.measures:
+        raise ValueError(
+            "draws='paced' measures the speeds of workers, and simulated ones have none; give "
+            f"speeds= with {pacing.workers} numbers, or what a real run's ledger.speeds has"
+        )
     check_own_step(opt)
     return opt
 

@@ -1,7 +1,7 @@
 """One run inside the stacked engine: its method, clock, data and records."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from palsgd.method import Method
 from palsgd.optimizer import LocalOptimizer
 from palsgd.payload import payload_size, wire_bytes
 from palsgd.replica import Replica
-from palsgd.schedule import Schedule
+from palsgd.schedule import Schedule, StepPace
 from palsgd.simulator.batches import Batches, DryError
 from palsgd.simulator.exact import built
 from palsgd.simulator.global_model import GlobalModel
@@ -44,7 +44,13 @@ class Rules(Protocol):
     def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
         """Apply the rule before the inner step of the workers in `slots`."""
 
-    def after_gradient(self, start: int, slots: dict[int, GradientSlot], rates: TickRates) -> None:
+    def after_gradient(
+        self,
+        start: int,
+        slots: dict[int, GradientSlot],
+        stretches: list[Stretch],
+        rates: TickRates,
+    ) -> None:
         """Apply the rule after the inner step, and the steps without data that follow it."""
 
     def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
@@ -83,7 +89,10 @@ class Run:
         self.module = LossModule(model, loss)
         self.shown = GlobalModel(self.opt) if self.apart else None
         ledgers = [opt.ledger for opt in self.opts]
-        self.ledgers = ledgers + [Ledger() for _ in range(self.workers - len(ledgers))]
+        self.ledgers = ledgers + [
+            Ledger(speeds=copy.deepcopy(ledgers[0].speeds))
+            for _ in range(self.workers - len(ledgers))
+        ]
         self.error: Exception | None = None  # set when this run ends early; the other runs go on
         self._last: list[Any] = [None] * self.workers
         self.fixed = self._settings_but_lr()
@@ -94,7 +103,8 @@ class Run:
         self.buffers = self._named_buffers(model)
         self.rules: Rules | None = None  # None before the local phase
         self._warmup_messages = payload_size(self.worker).warmup()
-        self._planned: tuple[int, list[list[bool]]] = (-1, [])  # clock at which the round began
+        # the clock at which the round began, and its plans
+        self._planned: tuple[int, list[tuple[list[bool], Sequence[StepPace]]]] = (-1, [])
 
     def _built(
         self, model: nn.Module, method: Callable[[nn.Module], LocalOptimizer]
@@ -206,15 +216,22 @@ class Run:
     def stretches(self, clock: int, end: int) -> list[Stretch]:
         """The steps of each worker from this clock up to `end`, which are in one round."""
         round, offset = self.schedule.place(clock)
-        plans = self._plans(clock, round)
-        return [Stretch.of(plan[offset : offset + end - clock]) for plan in plans]
+        part = slice(offset, offset + end - clock)
+        return [Stretch.of(plan[part], pace[part]) for plan, pace in self._plans(clock, round)]
 
-    def _plans(self, clock: int, round: int) -> list[list[bool]]:
+    def _plans(self, clock: int, round: int) -> list[tuple[list[bool], Sequence[StepPace]]]:
+        """The steps of each worker's round, and what they count for."""
         began = self.schedule.round_start(clock)
         if self._planned[0] != began:
-            owners = [self.opts[k if self.apart else 0] for k in range(self.workers)]
-            plans = [opt._worker.plan_of(k, round) for k, opt in enumerate(owners)]
-            self._planned = (began, plans)
+            owners = [self.opts[k if self.apart else 0]._worker for k in range(self.workers)]
+            alike = [StepPace(self.method.gradient_share, 1.0)] * self.schedule.length(clock)
+            self._planned = (
+                began,
+                [
+                    (owner.plan_of(k, round), owner.pace_of(k, round) or alike)
+                    for k, owner in enumerate(owners)
+                ],
+            )
         return self._planned[1]
 
     # -- counting ------------------------------------------------------------------------------

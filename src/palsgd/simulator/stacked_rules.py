@@ -14,7 +14,14 @@ from palsgd.simulator.saved import cloned
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacked_sync import StackedMoment, StackedPending, StackedSyncer
 from palsgd.simulator.stacked_view import StackedView
-from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates, mixing_rates, rates_at
+from palsgd.simulator.stretch import (
+    GradientSlot,
+    Stretch,
+    TickRates,
+    mixing_rates,
+    pull_powers,
+    rates_at,
+)
 
 
 class StackedRules:
@@ -49,9 +56,10 @@ class StackedRules:
             return
         for length, workers in _by_length([len(s.head) for s in stretches]).items():
             if length:
-                mixing = mixing_rates([stretches[k].head for k in workers], rates)
+                own, heads = zip(*((stretches[k], stretches[k].head) for k in workers), strict=True)
                 clocks = [start + length] * len(workers)
-                self._after_gradient(workers, None, mixing, clocks)
+                powers = pull_powers(heads, own)
+                self._after_gradient(workers, None, mixing_rates(heads, rates), clocks, powers)
 
     def saw_gradients(self, digests: dict[int, int]) -> None:
         self._syncer.gradients = [digests.get(k, 0) for k in range(self._run.workers)]
@@ -69,21 +77,34 @@ class StackedRules:
         self._method.before_gradient(w)
         self._view.keep(w, chosen)
 
-    def after_gradient(self, start: int, slots: dict[int, GradientSlot], rates: TickRates) -> None:
+    def after_gradient(
+        self,
+        start: int,
+        slots: dict[int, GradientSlot],
+        stretches: list[Stretch],
+        rates: TickRates,
+    ) -> None:
         everyone, each = list(slots), list(slots.values())
         for places in _by_length([len(slot.mixing) for slot in each]).values():
             chosen = [each[i] for i in places]
             if not self._method.acts_after_gradient(chosen[0].mixing):
                 continue
+            workers, steps = [everyone[i] for i in places], [slot.mixing for slot in chosen]
             self._after_gradient(
-                [everyone[i] for i in places],
+                workers,
                 rates_at([slot.tick for slot in chosen], rates),
-                mixing_rates([slot.mixing for slot in chosen], rates),
+                mixing_rates(steps, rates),
                 [start + slot.end for slot in chosen],
+                pull_powers(steps, [stretches[k] for k in workers]),
             )
 
     def _after_gradient(
-        self, workers: list[int], rate: Rates | None, mixing: list[Rates], clocks: list[int]
+        self,
+        workers: list[int],
+        rate: Rates | None,
+        mixing: list[Rates],
+        clocks: list[int],
+        powers: list[Rate],
     ) -> None:
         chosen = self._view.select(workers)
         schedule, last = self._worker.schedule, clocks[0] - 1
@@ -92,6 +113,7 @@ class StackedRules:
             round=schedule.round_of(last),
             length=schedule.length(last),
             clock=_common_clock(clocks),
+            pull_powers=powers,
         )
         weights = self._method.after_gradient(w, rate, mixing)
         self._view.keep(w, chosen)
@@ -108,16 +130,16 @@ class StackedRules:
                 )  # fmt: skip
 
     def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
-        share, at = self._method.gradient_share, self._worker.at
+        at = self._worker.at
         at.clock, at.synced, at.rates = clock, False, list(rates[-1])
         at.gradient_steps += len(stretches[0].slots)
         for k, (stretch, ledger) in enumerate(zip(stretches, self._run.ledgers, strict=True)):
             ledger.gradient_steps += len(stretch.slots)
             ledger.mixing_steps += stretch.mixing_steps
             self._steps[k] += len(stretch.slots)
-            taken = [rates[slot.tick] for slot in stretch.slots]
-            for group, column in enumerate(zip(*taken, strict=True)):
-                self._sums[group][k] += sum(column) / share
+            for slot in stretch.slots:
+                for group, rate in enumerate(rates[slot.tick]):
+                    self._sums[group][k] += rate / slot.share
 
     # -- syncs ---------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from palsgd.method import Rate, Rates
+from palsgd.schedule import StepPace
 
 TickRates = list[list[float]]  # for each step of a stretch, the learning rate of each group
 
@@ -16,6 +17,7 @@ class GradientSlot:
     """A worker's j-th gradient of a stretch: its step, and the steps without data that follow."""
 
     tick: int
+    share: float  # the learning rate of its step is divided by it
     mixing: list[int] = field(default_factory=list)
 
     @property
@@ -30,13 +32,14 @@ class Stretch:
 
     head: list[int] = field(default_factory=list)  # steps without data before the first gradient
     slots: list[GradientSlot] = field(default_factory=list)
+    powers: list[float] = field(default_factory=list)  # of each step; see StepPace
 
     @classmethod
-    def of(cls, plan: Sequence[bool]) -> "Stretch":
-        found = cls()
+    def of(cls, plan: Sequence[bool], pace: Sequence[StepPace]) -> "Stretch":
+        found = cls(powers=[step.power for step in pace])
         for tick, without_data in enumerate(plan):
             if not without_data:
-                found.slots.append(GradientSlot(tick))
+                found.slots.append(GradientSlot(tick, pace[tick].share))
             elif found.slots:
                 found.slots[-1].mixing.append(tick)
             else:
@@ -61,6 +64,14 @@ def rates_at(ticks: Sequence[int], rates: TickRates) -> Rates:
     if all(rates[tick] is first for tick in ticks):
         return first
     return [common_rate(group) for group in zip(*(rates[tick] for tick in ticks), strict=True)]
+
+
+def pull_powers(steps: Sequence[Sequence[int]], stretches: Sequence[Stretch]) -> list[Rate]:
+    """The powers of several steps without data in a row, of which each worker has equally many."""
+    return [
+        common_rate([stretch.powers[tick] for tick, stretch in zip(ticks, stretches, strict=True)])
+        for ticks in zip(*steps, strict=True)
+    ]
 
 
 def mixing_rates(steps: Sequence[Sequence[int]], rates: TickRates) -> list[Rates]:

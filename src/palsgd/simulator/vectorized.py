@@ -33,7 +33,7 @@ from palsgd.simulator.stacking_checks import (
     fastest_convolutions,
     writable,
 )
-from palsgd.simulator.stretch import GradientSlot, TickRates
+from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
 from palsgd.simulator.workerwise_rules import WorkerwiseRules
 
 log = logging.getLogger("palsgd")
@@ -259,7 +259,7 @@ class Vectorized:
             member.rules.run_head(start, member.part(stretches), rates[member.number])
         for j in range(max(len(stretch.slots) for stretch in stretches)):
             slots = {k: s.slots[j] for k, s in enumerate(stretches) if j < len(s.slots)}
-            self._gradient_step(start, slots, rates)
+            self._gradient_step(start, slots, stretches, rates)
         for member in self._members():
             member.rules.passed(end, member.part(stretches), rates[member.number])
 
@@ -273,7 +273,11 @@ class Vectorized:
         return found
 
     def _gradient_step(
-        self, start: int, slots: dict[int, GradientSlot], rates: list[TickRates]
+        self,
+        start: int,
+        slots: dict[int, GradientSlot],
+        stretches: list[Stretch],
+        rates: list[TickRates],
     ) -> None:
         """Take the next gradient step of each worker that has one, and the steps without data after
         it."""
@@ -286,7 +290,8 @@ class Vectorized:
         self.stack.step(who, grads, self._columns(slots, rates))
         for member, found in own:
             if member.run.method.overrides("after_gradient"):
-                member.rules.after_gradient(start, found, rates[member.number])
+                own_stretches = member.part(stretches)
+                member.rules.after_gradient(start, found, own_stretches, rates[member.number])
 
     def _compare_gradients(
         self, own: list[tuple[Member, dict[int, GradientSlot]]], who: list[int], grads: list[Tensor]
@@ -317,11 +322,10 @@ class Vectorized:
 
     def _columns(self, slots: dict[int, GradientSlot], rates: list[TickRates]) -> list[list[float]]:
         """For each parameter group, the divided learning rates of the workers."""
-        shares = [run.method.gradient_share for run in self.runs]
         now = []
         for worker, slot in slots.items():
             run = worker // self.workers
-            now.append([rate / shares[run] for rate in rates[run][slot.tick]])
+            now.append([rate / slot.share for rate in rates[run][slot.tick]])
         return [list(group) for group in zip(*now, strict=True)]
 
     # -- exchanges -------------------------------------------------------------------------------

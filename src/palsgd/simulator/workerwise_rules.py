@@ -81,15 +81,20 @@ class WorkerwiseRules:
             for param in params:
                 param.grad = None
 
-    def after_gradient(self, start: int, slots: dict[int, GradientSlot], rates: TickRates) -> None:
+    def after_gradient(
+        self,
+        start: int,
+        slots: dict[int, GradientSlot],
+        stretches: list[Stretch],
+        rates: TickRates,
+    ) -> None:
         for k, slot in slots.items():
             mixing = [rates[tick] for tick in slot.mixing]
             self._workers[k].after_gradient_at(start + slot.end, rates[slot.tick], mixing)
 
     def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
-        share = self._run.method.gradient_share
         for worker, stretch in zip(self._workers, stretches, strict=True):
-            taken = [[rate / share for rate in rates[slot.tick]] for slot in stretch.slots]
+            taken = [[rate / slot.share for rate in rates[slot.tick]] for slot in stretch.slots]
             mixing = stretch.mixing_steps
             worker.passed(clock, rates=taken, last=rates[-1], mixing_steps=mixing)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from palsgd.checks import check_choice, check_int, check_mix_rate, check_pull
 from palsgd.methods.palsgd import step_beta
-from palsgd.schedule import DRAWS
+from palsgd.schedule import EVEN_DRAWS
 from palsgd.theory.problems import Problem
 
 
@@ -25,7 +25,7 @@ class Setting:
         check_share(self.mix_prob)
         check_lr(self.lr)
         check_mix_rate(self.mix_rate)
-        check_choice("draws", self.draws, DRAWS)
+        check_choice("draws", self.draws, EVEN_DRAWS)
         if self.beta > 1 + 1e-9:
             raise ValueError(
                 f"mix_rate={self.mix_rate:g} gives beta={self.beta:.4g}, outside [0, 1] "

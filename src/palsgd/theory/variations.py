@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from palsgd.schedule import DRAWS
+from palsgd.schedule import EVEN_DRAWS
 from palsgd.theory.fits import Measured
 from palsgd.theory.problems import Noiseless
 from palsgd.theory.studies import Line, Study, StudyContext, rounds_up, say_outside, skipped, with_
@@ -30,7 +30,7 @@ REGIMES = (Regime("noise, from x*", True), Regime("transient, without noise", Fa
 
 
 def by_draws(context: StudyContext) -> Study:
-    kinds = sorted(DRAWS, key=lambda kind: kind != "independent")
+    kinds = sorted(EVEN_DRAWS, key=lambda kind: kind != "independent")
     study = Study("draws", "Draws", "draws", names=kinds)
     steps = _length(context)
     if skipped(study, steps * 2 * len(kinds)):

@@ -125,7 +125,7 @@ def plan(
     parts.append(choice_table(found))
     if found.families:
         parts.append(interval_table(task, found))
-    parts += [Text(text) for text in remarks(task, found, even)]
+    parts += [Text(text) for text in remarks(cluster, task, found, even)]
     parts += [worker_table(rows, task.steps, cluster.step)]
     parts += [memory_table(found, task, cluster.workers)]
     if out is not None:

@@ -1,6 +1,7 @@
 """A plan in words and tables."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -15,6 +16,7 @@ from palsgd.lab.report import formats
 from palsgd.registry import row
 
 NOT_MEASURED = "not measured"
+PACED_ROUNDS = 20  # that are simulated to tell what pacing saves
 
 
 def rate_words(bits: float) -> str:
@@ -143,9 +145,11 @@ def _which_prices(task: Task, best: Candidate) -> str:
     return f"price {', '.join(words)}"
 
 
-def remarks(task: Task, plan: Plan, even: BreakEven | None) -> Iterator[str]:
+def remarks(cluster: Cluster, task: Task, plan: Plan, even: BreakEven | None) -> Iterator[str]:
     if even is not None:
         yield even_words(even, plan)
+    if cluster.straggler > 1 and not plan.best.is_ddp:
+        yield _about_stragglers(cluster, plan.best)
     limit = task.steps // LEAST_ROUNDS
     yield (
         f"H is at most {limit:,}, so that a run has {LEAST_ROUNDS} rounds. Of the measured and "
@@ -161,6 +165,20 @@ def remarks(task: Task, plan: Plan, even: BreakEven | None) -> Iterator[str]:
         yield f"The price of * is {NOT_MEASURED}: {plan.best.price.why_not}."
     if plan.local and any(c.price.measured for c in plan.local) and task.extra_steps is None:
         yield _conditions(task)
+
+
+def _about_stragglers(cluster: Cluster, best: Candidate) -> str:
+    """What paced draws would save, over some rounds."""
+    work = replace(best.work, warmup_steps=0)
+    waits = [
+        cluster.project(replace(work, draws=draws), steps=PACED_ROUNDS * work.sync_every)
+        for draws in ("balanced", "paced")
+    ]
+    even, paced = (formats.percent(run.wait_s / run.time_s) for run in waits)
+    return (
+        f"Slower workers make the others wait {even} of the time; draws=paced, under which they "
+        f"take fewer gradients, leaves {paced}. What that costs in steps is {NOT_MEASURED} here."
+    )
 
 
 def _conditions(task: Task) -> str:

@@ -152,8 +152,11 @@ def _local(settings: Settings) -> Settings:
 
 def _calm(settings: Settings) -> Settings:
     """With a learning rate at which nothing diverges, and steps take the same time. A mixing rate
-    is a share of the learning rate, so a pull stands in for it."""
+    is a share of the learning rate, so a pull stands in for it. Blocks of a round or two are too
+    short to measure speeds in, so paced draws are timed as balanced ones, which are no faster."""
     changes: dict[str, Any] = {"lr": min(settings.lr, 1e-6)}
+    if settings.draws == "paced":
+        changes |= {"draws": "balanced", "speeds": None}
     if settings.mix_rate is not None:
         changes["pull"] = 0.5
     return settings.changed(changes)

@@ -152,7 +152,8 @@ def _local_step(ahead: Forecast, cluster: Cluster, work: Work) -> list[float]:
     if steps > MOST_STEPS:
         steps = work.sync_every * max(1, MOST_STEPS // work.sync_every)
     counts: Counts | None = Expected(workers=cluster.workers, mix_prob=work.mix_prob)
-    if work.mix_prob and (work.draws == "independent" or cluster.spread != "constant"):
+    uneven = work.draws == "independent" or cluster.spread != "constant"
+    if (work.mix_prob and uneven) or work.draws == "paced":
         counts = None  # drawn, as workers then wait for the one with most gradients
     return _step(cluster, replace(work, warmup_steps=0), steps, counts)
 
