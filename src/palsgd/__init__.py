@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from palsgd.outer import nesterov
     from palsgd.schedule import round_plan
     from palsgd.simulator.simulate import simulate, simulate_many
-    from palsgd.transports import Alone, Message, Transport
+    from palsgd.transports import Alone, ElasticTransport, Message, Transport
     from palsgd.two_levels import worker_groups
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "Codec",
     "ConsensusError",
     "DiLoCo",
+    "ElasticTransport",
     "Facts",
     "Ledger",
     "LocalOptimizer",
@@ -69,6 +70,7 @@ _MODULES = {
     "Codec": "codecs",
     "ConsensusError": "errors",
     "DiLoCo": "optimizer",
+    "ElasticTransport": "transports",
     "Facts": "method",
     "Ledger": "ledger",
     "LocalOptimizer": "optimizer",

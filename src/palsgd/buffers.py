@@ -18,7 +18,8 @@ _PIECE = 1 << 16  # integers are sent as 16-bit pieces, which a float32 mean kee
 
 
 class Buffers:
-    """The persistent buffers of a model: floats are averaged, integers follow worker 0.
+    """The persistent buffers of a model: floats are averaged, integers follow the lowest worker
+    that takes part.
 
     A sync does not change buffers that are not saved with the model (masks, position tables), as
     the model's code derives them. It does not change complex buffers either. A buffer that has inf
@@ -78,15 +79,16 @@ class Buffers:
         kinds = [f"{str(b.dtype)[6:]}{list(b.shape)}" for b in self.all()]
         return ", ".join(kinds + [f"mask {name}" for name in sorted(self.masks)])
 
-    def encode(self, worker: int, like: Tensor, *, finite: bool = True) -> Tensor:
-        """The flat values that this worker sends. Unless `finite`, zeros replace its floats."""
+    def encode(self, place: int, like: Tensor, *, finite: bool = True) -> Tensor:
+        """The flat values that this worker sends, whose place among the workers this is. Unless
+        `finite`, zeros replace its floats."""
         self._unite_ranks(like)
         parts = [like.new_empty(0)]
         for buffer in self._floats:
             flat = buffer.reshape(-1).to(like.dtype)
             parts.append(flat if finite else torch.zeros_like(flat))
         for buffer in self._integers:
-            parts += [p.to(like.dtype) * (worker == 0) for p in _split(buffer)]
+            parts += [p.to(like.dtype) * (place == 0) for p in _split(buffer)]
         return torch.cat(parts)
 
     def _unite_ranks(self, like: Tensor) -> None:

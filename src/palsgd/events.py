@@ -70,6 +70,23 @@ class Synced(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Left(Event):
+    """Workers are no longer there, and the others go on without them. `worker` is the one that
+    tells."""
+
+    numbers: tuple[int, ...]  # of those who have left
+    workers: int  # how many go on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Event):
+    """Workers were let in after a sync. `worker` is the one that tells."""
+
+    numbers: tuple[int, ...]  # of the newcomers
+    workers: int  # how many there are now
+
+
+@dataclass(frozen=True, kw_only=True)
 class IntervalChosen(Event):
     """`sync_every="auto"` has settled on an H."""
 

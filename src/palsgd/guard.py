@@ -29,6 +29,7 @@ _BUFFER_SHIFT, _MOST_BUFFERS = 8, 255
 class WorkerReport:
     """One worker's part of the header."""
 
+    worker: int = 0  # its number
     digest: int = 0  # 32 bits of its anchor
     finite: bool = True  # is its local model finite?
     finished: bool = False  # has its training loop come to its end?
@@ -60,13 +61,16 @@ class Header:
         line += [*halves(mine.model), mine.steps % 2**16, mine.sync_s, mine.step_s]
         return own_row(worker, self._workers, line[: self._fields], like)
 
-    def decode(self, mean: Tensor) -> list[WorkerReport]:
-        return [_report(line) for line in rows_of_all(mean, self._workers)]
+    def decode(self, mean: Tensor, members: Sequence[int]) -> list[WorkerReport]:
+        """The reports of the workers with these numbers."""
+        rows = rows_of_all(mean, self._workers)
+        return [_report(number, line) for number, line in zip(members, rows, strict=True)]
 
 
-def _report(line: list[float]) -> WorkerReport:
+def _report(worker: int, line: list[float]) -> WorkerReport:
     flags, costs = round(line[2]), line[9:] or [0.0, 0.0]
     return WorkerReport(
+        worker=worker,
         digest=joined(*line[:2]),
         finite=not flags & 1,
         finished=bool(flags & 2),
@@ -96,18 +100,50 @@ class Guard:
         same_data: bool,
         buffers: Sequence[str] = (),
     ):
-        self.worker, self.workers = transport.worker, transport.workers
-        self.header = Header(transport.workers, with_costs=with_costs)
+        self._with_costs = with_costs
         self.compares = compares  # must all workers hold the same anchor?
         self.skip_nonfinite = skip_nonfinite
         self._buffers = buffers  # the names of those that are averaged
         self.finished = False  # is the sync that is sent the one of finish()?
         self.leaving = False  # was this worker asked to leave?
         # Must no two workers compute the same?
-        self.compares_work = not same_data and transport.workers > 1
+        self.compares_work = not same_data and (transport.workers > 1 or transport.elastic)
         self.awaits_gradient = self.compares_work  # the next gradient is to be compared
         self.gradient = 0  # 32 bits of the gradient that the next sync compares
         self._transport = transport
+
+    # Workers may leave and come, so the transport is asked each time.
+
+    @property
+    def elastic(self) -> bool:
+        return self._transport.elastic
+
+    @property
+    def awaits_newcomers(self) -> bool:
+        return self._transport.awaits_newcomers
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers that take part."""
+        return self._transport.members
+
+    @property
+    def worker(self) -> int:
+        """The number of this worker."""
+        return self._transport.worker
+
+    @property
+    def place(self) -> int:
+        """Which of the members this worker is."""
+        return self._transport.place
+
+    @property
+    def workers(self) -> int:
+        return self._transport.workers
+
+    @property
+    def header(self) -> Header:
+        return Header(self.workers, with_costs=self._with_costs)
 
     def report(
         self,
@@ -131,6 +167,7 @@ class Guard:
         sharded = self._transport.sharded
         exchange_s, sync_s, step_s = map(max, seconds)
         return WorkerReport(
+            worker=self.worker,
             digest=_whole(digests, sharded),
             finite=not any(broken),
             seconds=exchange_s,
@@ -154,11 +191,11 @@ class Guard:
         return self._transport.gather_inside(own).T.tolist()
 
     def encode(self, mine: WorkerReport, like: Tensor) -> Tensor:
-        return self.header.encode(self.worker, mine, like)
+        return self.header.encode(self.place, mine, like)
 
     def check(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless the sync may go ahead."""
-        reports = self.header.decode(header)
+        reports = self.header.decode(header, self.members)
         check_ranks(reports, where)
         check_finished(reports, where)
         if self.compares:
@@ -166,7 +203,7 @@ class Guard:
         contributors = check_finite(reports, where, self.skip_nonfinite, self._buffers)
         if self.compares_work:
             check_own_work(reports, where)
-            if reports[self.worker].gradient:
+            if reports[self.place].gradient:
                 self.gradient = 0  # it is compared once
         return Verdict(contributors, reports)
 
@@ -184,13 +221,13 @@ class Guard:
     def check_step(self, header: Tensor, where: str) -> "Verdict":
         """Raise unless all workers hold the same model. A gradient that is not finite raises too,
         unless such steps are skipped. The step may be taken if all workers are contributors."""
-        reports = self.header.decode(header)
+        reports = self.header.decode(header, self.members)
         check_ranks(reports, where)
         if self.compares:
             check_consensus(reports, where)
-        broken = [worker for worker, line in enumerate(reports) if not line.finite]
+        broken = [line.worker for line in reports if not line.finite]
         if broken and not self.skip_nonfinite:
-            named = _broken_buffer(reports, broken, self._buffers) or "gradient"
+            named = _broken_buffer(reports, self._buffers) or "gradient"
             whose = f"the {named} of {named_workers(broken)} of {len(reports)}"
             raise nonfinite_step(whose, where)
         return Verdict(len(reports) - len(broken), reports)
@@ -220,8 +257,8 @@ def someone_leaves(reports: list[WorkerReport]) -> bool:
 
 def check_finished(reports: list[WorkerReport], where: str) -> None:
     """Raise the same error on every worker if some have finished and others have not."""
-    done = [worker for worker, line in enumerate(reports) if line.finished]
-    others = [worker for worker, line in enumerate(reports) if not line.finished]
+    done = [line.worker for line in reports if line.finished]
+    others = [line.worker for line in reports if not line.finished]
     if done and others:
         raise ConsensusError(
             f"{named_workers(done)} of {len(reports)} called finish() while "
@@ -241,7 +278,7 @@ def _whole(digests: list[float], sharded: bool) -> int:
 def check_consensus(reports: list[WorkerReport], where: str) -> None:
     """Raise the same error on every worker if the anchors differ."""
     common = Counter(line.digest for line in reports).most_common(1)[0][0]
-    odd = [worker for worker, line in enumerate(reports) if line.digest != common]
+    odd = [line.worker for line in reports if line.digest != common]
     if odd:
         raise ConsensusError(
             f"{named_workers(odd)} of {len(reports)} hold{'s' * (len(odd) == 1)} another global "
@@ -255,10 +292,10 @@ def check_consensus(reports: list[WorkerReport], where: str) -> None:
 def check_own_work(reports: list[WorkerReport], where: str) -> None:
     """Raise the same error on every worker if two workers have computed the same."""
     what = "had the same first gradient in the local phase"
-    same = _equal([line.gradient for line in reports])
+    same = _equal({line.worker: line.gradient for line in reports})
     if not same:
         what = "have the same local model"
-        same = _equal([line.model for line in reports])
+        same = _equal({line.worker: line.model for line in reports})
     if same:
         raise ConsensusError(
             f"{named_workers(same)} of {len(reports)} {what} at {where}; nothing was averaged. "
@@ -270,16 +307,16 @@ def check_own_work(reports: list[WorkerReport], where: str) -> None:
         )
 
 
-def _equal(digests: list[int]) -> list[int]:
+def _equal(digests: dict[int, int]) -> list[int]:
     """The workers with the most common digest, if at least two have it; 0 is no digest."""
-    counts = Counter(digest for digest in digests if digest)
+    counts = Counter(digest for digest in digests.values() if digest)
     common, count = counts.most_common(1)[0] if counts else (0, 0)
-    return [worker for worker, digest in enumerate(digests) if digest == common and count > 1]
+    return [worker for worker, digest in digests.items() if digest == common and count > 1]
 
 
 def check_ranks(reports: list[WorkerReport], where: str) -> None:
     """Raise the same error on every rank if the ranks of a worker hold different models."""
-    odd = [worker for worker, line in enumerate(reports) if not line.alike]
+    odd = [line.worker for line in reports if not line.alike]
     if odd:
         raise ConsensusError(
             f"the ranks of {named_workers(odd)} of {len(reports)} hold different models at "
@@ -294,10 +331,10 @@ def check_finite(
 ) -> int:
     """The number of workers that take part in the mean. Raise the same error on every worker if
     some model is not finite, unless `skip` is set and some other model is finite."""
-    broken = [worker for worker, line in enumerate(reports) if not line.finite]
+    broken = [line.worker for line in reports if not line.finite]
     if broken and not (skip and len(broken) < len(reports)):
         raise NonFiniteError(
-            f"the {_broken_buffer(reports, broken, buffers) or 'model'} of {named_workers(broken)} "
+            f"the {_broken_buffer(reports, buffers) or 'model'} of {named_workers(broken)} "
             f"of {len(reports)} has inf or nan at {where}; "
             "nothing was averaged. Lower the learning rate or clip gradients, or pass "
             "on_nonfinite='skip' to leave such workers out of the mean"
@@ -312,18 +349,19 @@ def nonfinite_step(whose: str, where: str) -> NonFiniteError:
     )
 
 
-def _broken_buffer(reports: list[WorkerReport], broken: list[int], names: Sequence[str]) -> str:
-    """What is not finite if it is a buffer, by its name; else empty."""
-    number = reports[broken[0]].buffer
+def _broken_buffer(reports: list[WorkerReport], names: Sequence[str]) -> str:
+    """What is not finite on the first worker that is not, if it is a buffer, by its name; else
+    empty."""
+    number = next(line.buffer for line in reports if not line.finite)
     known = 0 < number <= len(names) and number < _MOST_BUFFERS
     return f"buffer {names[number - 1]!r}" if known else ""
 
 
-def waiting(reports: list[WorkerReport], worker: int) -> float:
+def waiting(reports: list[WorkerReport], place: int) -> float:
     """The seconds that this worker waited in the last exchange. The last worker to begin the
     exchange did not wait, so the shortest exchange is the time of sending. The rest of this
     worker's exchange was waiting."""
-    return max(0.0, reports[worker].seconds - min(line.seconds for line in reports))
+    return max(0.0, reports[place].seconds - min(line.seconds for line in reports))
 
 
 def costs(reports: list[WorkerReport]) -> Costs:
@@ -336,5 +374,5 @@ def costs(reports: list[WorkerReport]) -> Costs:
     )
 
 
-def named_workers(indices: list[int]) -> str:
-    return ("worker " if len(indices) == 1 else "workers ") + ", ".join(map(str, indices))
+def named_workers(numbers: Sequence[int]) -> str:
+    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(str, numbers))

@@ -32,6 +32,7 @@ class Ledger:
         beta_min, beta_max: the range of the mixing weights so far.
         distance: from the local model to the anchor, at the last sync.
         interval: H that `sync_every="auto"` chose, and the costs it was chosen from.
+        changes: which workers left and came, at which clock, and how many there were then.
         speeds: with `draws="paced"`, the speeds of all workers, each time with the first round in
             which they hold. `speeds=ledger.speeds` repeats a run bit for bit.
         history: one entry per sync, of the last 1,000 syncs.
@@ -61,6 +62,8 @@ class Ledger:
     beta_max: float = -math.inf
     distance: float = 0.0  # from the local model to the anchor, at the last sync
     interval: dict[str, Any] | None = None  # H chosen by sync_every="auto", and from which costs
+    # workers that left and came: clock, left, joined, workers
+    changes: list[dict[str, Any]] = field(default_factory=list, repr=False)
     # with draws="paced": those that hold from a round on, of all workers
     speeds: list[dict[str, Any]] = field(default_factory=list)
     # one entry per sync; long, so it is not part of what print() shows
@@ -85,6 +88,10 @@ class Ledger:
             lines.append(f"beta       {self.beta_min:.3g} to {self.beta_max:.3g}")
         if self.interval is not None:
             lines.append(f"interval   H = {self.interval['sync_every']}, chosen by its cost")
+        if self.changes:
+            left, joined = (sum(len(c[kind]) for c in self.changes) for kind in ("left", "joined"))
+            now = self.changes[-1]["workers"]
+            lines.append(f"workers    {now} at the end; {left} left, {joined} came")
         if self.speeds:
             last = self.speeds[-1]
             shown = ", ".join(f"{speed:.3g}" for speed in last["speeds"])
@@ -127,3 +134,4 @@ class Ledger:
         for entry in entries:  # those of an older state may be more than are kept
             self.record(dict(entry))
         self.worker_changes = [dict(change) for change in self.worker_changes]
+        self.changes = [dict(entry) for entry in saved.get("changes", [])]

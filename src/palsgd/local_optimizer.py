@@ -39,7 +39,7 @@ from palsgd.keywords import documented
 from palsgd.ledger import Ledger
 from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
-from palsgd.options import checked_options
+from palsgd.options import check_elastic, checked_options
 from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
 from palsgd.packing import check_form, refuse_palsgd_state
 from palsgd.position import Company
@@ -47,12 +47,14 @@ from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.schedulers import LagWatch, hold_weakly, peak_rates, rates_ahead, weakly_held
 from palsgd.state import Parts, load_state, save_state
+from palsgd.transports.elastic import ElasticTransport
 from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
-from palsgd.transports.requests import fulfil
+from palsgd.transports.requests import Admit, Join, Request, fulfil
 from palsgd.transports.transport import Message, Transport, ambient_transport
 from palsgd.unsynced import Unsynced
 from palsgd.warmup import check_attachable, gradient_sync
+from palsgd.welcome import gift, take
 from palsgd.worker import Exchange
 from palsgd.wrapped import Wrapped
 
@@ -154,6 +156,8 @@ class LocalOptimizer(Optimizer):
             or find_transport(replica.params, group, wrapper_group(model))
         )
         self.transport.check(options.codec)
+        if self.transport.elastic:
+            check_elastic(options, sharded=replica.sharded)
         method.check_run(inner, self.transport.workers)
         outer = outer or plain_average()
         self._worker = build_worker(
@@ -163,7 +167,7 @@ class LocalOptimizer(Optimizer):
         self._evaluation: Evaluation | None = None  # between eval() and train()
         self.config = {
             "method": self._title(),
-            "workers": self.transport.workers,
+            "workers": "elastic" if self.transport.elastic else self.transport.workers,
             **options.as_config(),
             "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
             "inner_settings": inner_settings(inner),
@@ -179,8 +183,11 @@ class LocalOptimizer(Optimizer):
             warn(doubt)
         if delay:
             self.transport.prepare(replica.device)
-        if self.transport.workers > 1 and self.transport is not ambient_transport():
+        several = self.transport.workers > 1 or self.transport.elastic
+        if several and self.transport is not ambient_transport():
             self._unsynced = Unsynced(self)
+        if isinstance(self.transport, ElasticTransport) and self.transport.outside:
+            self._drive(self._worker.join(fresh=True))
 
     def _agree(self, replica: Replica, **sizes: Any) -> None:
         """Raise unless the settings that must be equal on all workers are equal. `sizes` are those
@@ -468,9 +475,9 @@ class LocalOptimizer(Optimizer):
             request = next(exchange)
             while True:
                 try:
-                    sent = fulfil(self.transport, request)
+                    sent = self._fulfil(request)
                 except RuntimeError as error:
-                    lost = not isinstance(error, torch.OutOfMemoryError)
+                    lost = not isinstance(error, (torch.OutOfMemoryError, SyncError))
                     request = exchange.throw(self._lost_peer(error) if lost else error)
                 except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
@@ -482,6 +489,19 @@ class LocalOptimizer(Optimizer):
             if unsynced is not None:  # this error says more than a warning about what it left
                 unsynced.quiet = True
             raise
+
+    def _fulfil(self, request: Request) -> int:
+        """Do what a request asks for. Newcomers are given the state of the optimizer, which the
+        transport does not know."""
+        if not isinstance(request, (Admit, Join)):
+            return fulfil(self.transport, request)
+        assert isinstance(self.transport, ElasticTransport)
+        if isinstance(request, Admit):
+            self.transport.admit(lambda fresh: gift(self._parts(), fresh=fresh))
+        else:
+            given = self.transport.join(fresh=request.fresh)
+            take(self._parts(), given, fresh=request.fresh)
+        return 0
 
     def _lost_peer(self, error: RuntimeError) -> SyncError:
         failure = SyncError(

@@ -40,6 +40,11 @@ class MessageMemory:
             self._buckets[part, width] = Buckets(self._layout, part, width, self._storage)
         return self._buckets[part, width]
 
+    def renew(self) -> None:
+        """Leave the present memory to an exchange that may still write into it."""
+        self._storage = None
+        self._buckets.clear()
+
     def with_tail(self, values: Tensor, tail: Tensor) -> Tensor:
         """`values` with `tail` behind them, in the memory of `values` if it has room, else in new
         memory."""

@@ -345,6 +345,9 @@ class Method:
         if self.overrides("weights"):
             found.setdefault("compress", "codes are averaged over all workers, not over some")
             found.setdefault("delay", "every worker's own mean would arrive late")
+            found.setdefault("elastic", "its weights count on the same workers in every round")
+        if self.overrides("global_model"):
+            found.setdefault("elastic", "its global model is a mean over the same workers")
         return found
 
 

@@ -192,6 +192,24 @@ def _check_speeds(options: Options) -> None:
         )
 
 
+def check_elastic(options: Options, *, sharded: bool) -> None:
+    """Refuse what cannot go on when a worker leaves or comes."""
+    reasons = options.method.refusals()
+    refused = {
+        "this method": reasons.get("elastic"),
+        f"warmup_steps={options.warmup_steps}": "its steps change gradients message by message, so "
+        "that none of them can be repeated; use warmup_steps=0" if options.warmup_steps else None,
+        f"draws={options.draws!r}": "it counts on the speeds of the same workers in every round; "
+        "use draws='balanced'" if options.draws not in ("balanced", "independent", "shared")
+        else None,
+        "sharded parameters": "the shards of a worker that has left would be lost; use a worker of "
+        "one rank" if sharded else None,
+    }  # fmt: skip
+    for what, reason in refused.items():
+        if reason is not None:
+            raise ValueError(f"{what} with an ElasticTransport: {reason}")
+
+
 NOTHING = {
     "delay": 0,
     "fragments": 1,

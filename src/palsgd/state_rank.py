@@ -17,7 +17,10 @@ def await_pending(of: Parts) -> None:
     """Wait for a sync that is under way, as its exchange writes into memory that a load reuses. A
     peer that is gone sends nothing more, so there is nothing to wait for."""
     pending = None if of.syncer is None else of.syncer.pending
-    if pending is not None and not pending.arrived:
+    if pending is not None and of.transport.elastic:
+        assert of.syncer is not None
+        of.syncer.memory.renew()  # an exchange without a worker that has left may never end
+    elif pending is not None and not pending.arrived:
         try:
             for message in pending.messages:
                 of.transport.finish(message)
@@ -178,10 +181,11 @@ def _message_residues(
 def _save_pending(of: Parts) -> dict[str, Any] | None:
     """The pending sync, saved after its means have arrived, so that a resumed run need not wait for
     them. If the means cannot arrive, because a peer is gone, the sync is not saved and its round is
-    lost."""
+    lost. Nor is it saved if workers may leave and come: a state is loaded among other workers, and
+    the steps that were sent are sent again with the next sync."""
     syncer = of.syncer
     pending = None if syncer is None else syncer.pending
-    if syncer is None or pending is None:
+    if syncer is None or pending is None or of.transport.elastic:
         return None
     if not pending.arrived:
         try:
@@ -190,7 +194,7 @@ def _save_pending(of: Parts) -> dict[str, Any] | None:
         except RuntimeError:
             return None
         pending.arrived = True
-    simple = {f.name: getattr(pending, f.name) for f in fields(pending)}
+    simple = {f.name: getattr(pending, f.name) for f in fields(pending) if f.name != "kept"}
     fragment = pending.at.fragment
     return simple | {
         "at": tuple(pending.at),

@@ -13,7 +13,7 @@ of five, its anchor would be two fifths the new global model and three fifths th
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ from palsgd.passes import (
 )
 from palsgd.payload import wire_bytes
 from palsgd.tensors import Reduced, WorkerTensors, mix_
-from palsgd.transports.requests import Finish, Request, Start
+from palsgd.transports.requests import Finish, RepeatError, Request, Settle, Start
 from palsgd.transports.transport import Message
 
 _WEIGHT = "weight of this worker"  # the scalar by whose mean weighted parts are divided
@@ -65,6 +65,19 @@ class Moment(NamedTuple):
     rates: tuple[float, ...] = ()  # of each parameter group, in the last step before sending
     idle: bool = False  # has the worker taken no step since the last sync of this fragment?
     taken: int = 0  # gradient steps of this worker since the start of training
+
+
+class Kept(NamedTuple):
+    """What a sync was sent from, so that it can be sent again if a worker is lost."""
+
+    members: tuple[int, ...]  # the workers that it was sent to
+    report: WorkerReport
+    values: list[Tensor]  # of each message, without the tail
+    numbers: tuple[Tensor, Tensor]  # behind the header: of the first member, of another one
+    residues: "KeptResidues"
+
+
+KeptResidues = dict[tuple[int, str], dict[str, Any]]
 
 
 class SentPart(NamedTuple):
@@ -90,6 +103,7 @@ class PendingSync:
     arrived: bool = False
     parked: bool = False  # are the means kept in the local model until the last one arrives?
     local_when_sent: Tensor | None = None  # None: the local model has not moved since
+    kept: Kept | None = None  # of a delayed sync between workers that may leave
 
     @property
     def where(self) -> str:
@@ -139,7 +153,7 @@ class Syncer:
         self.method, self.view, self.inner, self.outer = method, view, inner, outer
         self.replica, self.anchor, self.states = view.replica, view.anchor, view.states
         self.buffers, self.guard, self.memory, self.meter = buffers, guard, memory, meter
-        self.codec, self.blend, self.averaged = codec, blend, averaged
+        self.codec, self.blend, self.averaged, self._delayed = codec, blend, averaged, delayed
         self.outer_scheduler = outer_scheduler  # stepped once per round
         self._first_outer = {
             param: {name: _copy(value) for name, value in entry.items()}
@@ -154,11 +168,12 @@ class Syncer:
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
         # trained before the means are applied, or is read by the method's own rules.
+        # So it is if a sync may have to be repeated, which needs the local model.
         self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
         rules = rules or averaged is not None or blend is not None
         self.rules = rules
-        self.whole = delayed or self._low or rules or self.anchor.home.offloaded
+        self.whole = delayed or self._low or rules or self.anchor.home.offloaded or guard.elastic
         self.outer_pieces = OuterPieces(outer, self.replica.layout)
 
     # -- the two halves ------------------------------------------------------------------------
@@ -167,6 +182,7 @@ class Syncer:
         """Send a fragment and apply its mean at the same clock. None if there was nothing to
         apply, as no worker has taken a step."""
         start, pending, arrival = self.meter.watch.now(), PendingSync(at), None
+        residues = self._kept_residues(at.fragment)
         try:
             for message, bucket in self._pack(pending, takes_sum=self._takes_sum(at.fragment)):
                 began = time.perf_counter()
@@ -181,22 +197,38 @@ class Syncer:
                     assert bucket is not None
                     pending.parked = True
                     bucket.write(self.replica.local())
+            yield from self._settle()
+        except RepeatError:
+            self._put_back(at.fragment, residues)
+            raise
         except BaseException:
             if pending.parked:  # the local progress of the round is lost, the global model is not
                 self.anchor.copy_to_local(at.fragment)
             raise
         assert arrival is not None
+        self._book_waiting(arrival.verdict.reports)
         if arrival.verdict.changes_nothing:
             self._drop(pending)
             return None
         return self._conclude(pending, arrival, start)
 
+    def _settle(self) -> Generator[Request, int, None]:
+        """Agree that all workers have all messages, where one of them may have been lost."""
+        if self.guard.elastic:
+            yield Settle()
+
     def send(self, at: Moment, *, trains: bool = True) -> Generator[Request, int, None]:
         """Send a fragment; `apply` waits for its mean. The message has its own memory, as the local
         model is trained until then, unless `trains` is False."""
         start, pending = self.meter.watch.now(), PendingSync(at)
+        residues = self._kept_residues(at.fragment)
         for message, _ in self._pack(pending):
+            if pending.kept is not None:
+                body = len(message.values) - message.exact
+                pending.kept.values.append(message.values[:body].clone())
             yield Start(message)
+        if pending.kept is not None:
+            pending.kept.residues.update(residues)
         if trains:
             pending.local_when_sent = self._local_now(at.fragment)
         self.pending = pending
@@ -218,12 +250,16 @@ class Syncer:
         pending = self.pending
         assert pending is not None
         start, began = self.meter.watch.now(), time.perf_counter()
-        if not pending.arrived:
-            for message in pending.messages:
-                message.sent = yield Finish(message)
-            pending.arrived = True
-        self.meter.exchange_s = time.perf_counter() - began  # only the seconds in which no step ran
-        arrival = self._check(pending)
+        try:
+            yield from self._arrive(pending)
+            self.meter.exchange_s = time.perf_counter() - began  # in which no step ran
+            arrival = self._check(pending)
+            yield from self._settle()
+        except RepeatError:
+            assert pending.kept is not None
+            pending.kept = pending.kept._replace(members=())
+            raise
+        self._book_waiting(arrival.verdict.reports)
         for message in pending.messages:
             self._count(pending, message, message.sent)
         for message in pending.messages:
@@ -235,6 +271,58 @@ class Syncer:
             outcome = self._conclude(pending, arrival, start)
         self.pending = None
         return outcome
+
+    def _arrive(self, pending: PendingSync) -> Generator[Request, int, None]:
+        """Wait for the messages of a sync that was sent, or send them again if it was sent to
+        other workers than those that are left."""
+        if pending.kept is not None and pending.kept.members != self.guard.members:
+            self._pack_again(pending, pending.kept)
+            for message in pending.messages:
+                message.sent = yield message
+        elif not pending.arrived:
+            for message in pending.messages:
+                message.sent = yield Finish(message)
+        pending.arrived = True
+
+    def _pack_again(self, pending: PendingSync, kept: Kept) -> None:
+        """Make the messages of a sync anew, for the workers that are left. The exchange that was
+        lost may still write into the memory of the old ones."""
+        fragment = pending.at.fragment
+        self.memory.renew()
+        self._put_back(fragment, kept.residues)
+        header = self.guard.encode(kept.report, self.memory.template)
+        tail = torch.cat([header, kept.numbers[min(self.guard.place, 1)]])
+        old, pending.messages, pending.tail = pending.messages, [], len(tail)
+        for message, part, values in zip(old, pending.parts, kept.values, strict=True):
+            behind = tail[: 0 if pending.messages else len(tail)]
+            residue = None
+            if message.codec is not None and self.guard.workers > 1:
+                residue = self._residue(fragment, part.name, range(len(values)), None)
+            again = replace(
+                message,
+                values=torch.cat([values, behind]),
+                exact=len(behind),
+                residue=residue,
+                divisor=1,
+            )
+            pending.messages.append(again)
+
+    def _kept_residues(self, fragment: int) -> KeptResidues:
+        """A copy of the residues of a fragment, as an exchange that is repeated must begin with
+        those that it began with. Without elastic workers nothing is repeated."""
+        if not self.guard.elastic:
+            return {}
+        return {
+            key: kept.saved()
+            for key, kept in self.residues.items()
+            if key[0] == fragment and not kept.fresh
+        }
+
+    def _put_back(self, fragment: int, kept: KeptResidues) -> None:
+        """Set the residues of a fragment, in new memory, to what they were."""
+        self.residues = {key: each for key, each in self.residues.items() if key[0] != fragment}
+        like = self.memory.template
+        self.residues |= {key: PartResidue.loaded(each, like) for key, each in kept.items()}
 
     def _drop(self, pending: PendingSync) -> None:
         """Leave all as it is, as no worker has taken a step. The local model is equal to the
@@ -354,7 +442,7 @@ class Syncer:
         """What earlier messages of this part and place have left unsent."""
         assert self.codec is not None
         messages = [place] if bucket is None else self.messages(fragment)
-        known = {"worker": self.guard.worker, "workers": self.guard.workers}
+        known = {"worker": self.guard.place, "workers": self.guard.workers}
         kept = self.residues.get((fragment, name))
         if kept is None:
             kept = PartResidue.of(messages, self.codec, like=self.memory.template, **known)
@@ -430,12 +518,22 @@ class Syncer:
         return report
 
     def _tail(self, pending: PendingSync, payload: Payload, report: WorkerReport) -> Tensor:
-        """The numbers that all workers need before anything is applied: the header, the buffers
-        (with the last fragment only), and the method's scalars."""
+        """The numbers that all workers need before anything is applied: the header, and the numbers
+        behind it."""
+        header = self.guard.encode(report, self.memory.template)
+        first, other = (self._numbers(pending, payload, report, place) for place in (0, 1))
+        if self.guard.elastic and self._delayed:
+            pending.kept = Kept(self.guard.members, report, [], (first, other), {})
+        return torch.cat([header, other if self.guard.place else first])
+
+    def _numbers(
+        self, pending: PendingSync, payload: Payload, report: WorkerReport, place: int
+    ) -> Tensor:
+        """The buffers (with the last fragment only), and the method's scalars."""
         like = self.memory.template
-        sections = [self.guard.encode(report, like)]
+        sections = [like]
         if self.buffers.averaged and self._ends_round(pending.at):
-            sections.append(self.buffers.encode(self.guard.worker, like, finite=report.finite))
+            sections.append(self.buffers.encode(place, like, finite=report.finite))
         scalars = dict(payload.scalars)
         if any(part.reduction == "weighted" for part in payload.parts):
             scalars[_WEIGHT] = payload.weight
@@ -443,7 +541,7 @@ class Syncer:
             pending.scalars = list(scalars)
             kept = [float(v) if report.finite else 0.0 for v in scalars.values()]  # nan * 0 is nan
             sections.append(like.new_tensor(kept))
-        return torch.cat(sections) if len(sections) > 1 else sections[0]
+        return torch.cat(sections)
 
     def _ends_round(self, at: Moment) -> bool:
         return at.fragment == len(self.anchor.ranges) - 1
@@ -469,7 +567,6 @@ class Syncer:
         else:
             tail = first.values[-pending.tail :] / first.divisor
         verdict = self.guard.check(tail[:header], pending.where)
-        self._book_waiting(verdict.reports)
         return Arrival(verdict, tail[header:])
 
     def _book_waiting(self, reports: list[WorkerReport]) -> None:
@@ -477,7 +574,7 @@ class Syncer:
         have."""
         ledger = self.meter.ledger
         if ledger.history:
-            waited = waiting(reports, self.guard.worker)
+            waited = waiting(reports, self.guard.place)
             ledger.history[-1]["waiting_s"] = waited
             ledger.waiting_s += waited
             ledger.sync_s -= waited
@@ -509,7 +606,7 @@ class Syncer:
         if pending.finite:
             self._restart(pending)
         else:
-            self._start_over(at.round)
+            self.start_again(at.round)
         if self._ends_round(at):
             self.buffers.after_sync(arrival.numbers, self.guard.workers, verdict.contributors)
         self.meter.watch.add("sync_s", start, self.meter.watch.now())
@@ -658,8 +755,9 @@ class Syncer:
         self.method.join(w)
         self.states.keep_scalars(w)
 
-    def _start_over(self, round: int) -> None:
-        """Have a worker that was not finite go on from the global model."""
+    def start_again(self, round: int) -> None:
+        """Set all fragments of the local model of a worker that was left out, or has come, to the
+        global model."""
         self.join(round)
         forget_nonfinite(self.inner)
         if self.averaged is not None:

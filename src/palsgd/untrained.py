@@ -30,40 +30,49 @@ class Untrained:
         trained, model = set(replica.params), unwrapped(model)
         self._frozen = [p for p in model.parameters() if p not in trained]
         self._slots = list(_buffer_slots(model))
-        self._worker, self._workers = transport.worker, transport.workers
-        self._gather_inside, self._device = transport.gather_inside, replica.device
-        self.size = UNTRAINED * transport.workers
+        self._transport, self._device = transport, replica.device
         self._built = self._buffers()
+
+    @property
+    def size(self) -> int:
+        return UNTRAINED * self._transport.workers
 
     def _buffers(self) -> int:
         return contents_digest(getattr(module, name) for module, name in self._slots)
 
+    def frozen_digest(self) -> int:
+        return contents_digest(self._frozen)
+
     def encode(self, like: Tensor) -> Tensor:
         """This worker's digests in its own place, as 16-bit halves, and zeros in all others."""
-        digests = [contents_digest(self._frozen), self._built, self._buffers()]
-        rows = self._gather_inside(torch.tensor(digests, device=self._device))
+        digests = [self.frozen_digest(), self._built, self._buffers()]
+        rows = self._transport.gather_inside(torch.tensor(digests, device=self._device))
         whole = [chained(column) for column in rows.T.tolist()]  # of all ranks of this worker
         numbers = [half for digest in whole for half in halves(digest)]
-        return own_row(self._worker, self._workers, numbers, like)
+        return own_row(self._transport.place, self._transport.workers, numbers, like)
 
     def check(self, mean: Tensor, where: str) -> None:
         """Raise the same error on every worker if the digests differ."""
-        lines = rows_of_all(mean, self._workers)
-        frozen, built, now = (_odd([joined(*line[i : i + 2]) for line in lines]) for i in (0, 2, 4))
+        members = self._transport.members
+        lines = dict(zip(members, rows_of_all(mean, len(members)), strict=True))
+        frozen, built, now = (
+            _odd({worker: joined(*line[i : i + 2]) for worker, line in lines.items()})
+            for i in (0, 2, 4)
+        )
         for odd, what in ((frozen, "frozen parameters"), (built and now, "buffers")):
             if odd:
                 raise ConsensusError(
-                    f"{named_workers(odd)} of {self._workers} ha{'s' if len(odd) == 1 else 've'} "
+                    f"{named_workers(odd)} of {len(members)} ha{'s' if len(odd) == 1 else 've'} "
                     f"other {what} than the rest at {where}; nothing was averaged, and {what} "
                     "never are at the start. Give every worker the same (same seed, or load the "
                     "same file on all)"
                 )
 
 
-def _odd(digests: list[int]) -> list[int]:
+def _odd(digests: dict[int, int]) -> list[int]:
     """The workers whose digest is not the most common one."""
-    common = Counter(digests).most_common(1)[0][0]
-    return [worker for worker, digest in enumerate(digests) if digest != common]
+    common = Counter(digests.values()).most_common(1)[0][0]
+    return [worker for worker, digest in digests.items() if digest != common]
 
 
 def _buffer_slots(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

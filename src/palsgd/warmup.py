@@ -95,6 +95,11 @@ class Hybrid(Unwatched):
 def gradient_sync(model: nn.Module, transport: Transport) -> GradientSync:
     """What averages the gradients of this model over the workers in the warm-up."""
     model = uncompiled(model)
+    if isinstance(model, DistributedDataParallel) and transport.elastic:
+        raise ValueError(
+            "a DistributedDataParallel with an ElasticTransport: its own process group does not "
+            "survive the loss of a worker; give the model itself"
+        )
     if isinstance(model, DistributedDataParallel):
         # A wrapper around the ranks of one worker keeps averaging in all phases.
         return InStep() if leaves_workers_apart(model, transport) else Wrapped(model)
@@ -233,7 +238,7 @@ class Warmup:
         ]
         if self.buffers.averaged:
             finite = not report.buffer
-            sections.append(self.buffers.encode(self.guard.worker, like, finite=finite))
+            sections.append(self.buffers.encode(self.guard.place, like, finite=finite))
         return sections
 
     def _set_buffers(self, mean: Tensor, verdict: Verdict) -> None:
@@ -293,7 +298,7 @@ class Warmup:
         averages = self.buffers.averaged and not self.in_step and clock > 0
         sections = [guard.encode(report, like), self.untrained.encode(like)]
         if averages:
-            sections.append(self.buffers.encode(guard.worker, like, finite=report.finite))
+            sections.append(self.buffers.encode(guard.place, like, finite=report.finite))
         message = Message(torch.cat(sections))
         count((yield message))
         header, untrained, *means = message.values.split([len(each) for each in sections])

@@ -7,16 +7,27 @@ syncer what a sync does.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from palsgd.auto_interval import AutoInterval
+from palsgd.checks import warn
 from palsgd.digest import chained
-from palsgd.events import Averaged, IntervalChosen, Listeners, Mixed, Sent, Synced
+from palsgd.events import (
+    Averaged,
+    IntervalChosen,
+    Joined,
+    Left,
+    Listeners,
+    Mixed,
+    Sent,
+    Synced,
+)
 from palsgd.feed import Feed
 from palsgd.guard import WorkerReport, costs, someone_leaves
 from palsgd.inner import InnerStep
@@ -28,11 +39,14 @@ from palsgd.payload import wire_bytes
 from palsgd.position import FINISH, OPENING, SYNC, WARMUP, Position, check, encode
 from palsgd.schedule import Due, Schedule, StepPace
 from palsgd.sync import Moment, Outcome, Syncer, flattened, unflattened
+from palsgd.transports.requests import Admit, Join, LeftOutError, Meet, RepeatError, Request, Settle
 from palsgd.transports.transport import Message
 from palsgd.warmup import Exchange, GradientSync, Warmup
 
 # How often workers whose gradients backward() averages ask each other who was asked to leave.
 LEAVERS_EVERY = 16
+_WELCOME = "the welcome of newcomers"  # where workers meet after they have let others in
+_Outcome = TypeVar("_Outcome")
 
 
 @dataclass
@@ -62,6 +76,7 @@ class Progress:
     # syncs
     speeds: Settled = field(default_factory=list)
     step_seconds: list[list[float]] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)  # the numbers of these workers
 
     def __post_init__(self) -> None:
         self.sent_at = self.sent_at or [-1] * self.fragments
@@ -94,6 +109,7 @@ class Worker:
         self._forget_plans()
         self._answer: tuple[Schedule | None, int, list[Due], int] = (None, -1, [], 0)  # of `_asked`
         self.compares_position = False  # before its next exchange?
+        self._members = warmup.guard.members  # the workers that took part in the last exchange
         self.optimizer = 0  # which of the optimizers of this process
         self.crowded = False  # do other optimizers use the same process group?
         self._plain_until = -1  # nothing is due around gradient steps that begin before this clock
@@ -117,6 +133,11 @@ class Worker:
     @property
     def ledger(self) -> Ledger:
         return self.meter.ledger
+
+    @property
+    def elastic(self) -> bool:
+        """May workers leave and come while training goes on?"""
+        return self.warmup.guard.elastic
 
     @property
     def warming_up(self) -> bool:
@@ -285,7 +306,8 @@ class Worker:
             device=self.inner.replica.device,
             buffer=0 if warmup.in_step else warmup.buffers.nonfinite(),
         )
-        reports = yield from warmup.open_local_phase(report, at.clock, self._count_message)
+        opening = partial(self._opening, report)
+        reports = yield from self._together("the start", opening, patient=True)
         at.has_anchor = True
         self._count_all(reports, at.clock)
         at.sent_at = [at.clock] * at.fragments
@@ -293,6 +315,13 @@ class Worker:
         at.last_record = (at.clock, at.gradient_steps, self.ledger.mixing_steps)
         at.gradient_s = self.ledger.gradient_s
         self._extend_schedule()
+
+    def _opening(self, report: WorkerReport) -> Generator[Request, int, list[WorkerReport]]:
+        warmup, clock = self.warmup, self.at.clock
+        reports = yield from warmup.open_local_phase(report, clock, self._count_message)
+        if self.elastic:
+            yield Settle()
+        return reports
 
     def _gradient_step(self, share: float) -> list[float]:
         """Take the inner step with the present gradient. Returns the learning rates, undivided."""
@@ -565,20 +594,33 @@ class Worker:
         return late[0]
 
     def _exchange(self, due: list[Due], round: int) -> Exchange:
+        try:
+            yield from self._exchange_all(due, round)
+        except LeftOutError:
+            steps = self.at.clock - min(self.at.sent_at)
+            warn(
+                f"worker {self.number} came too late to {self._where(due[0].fragment)}: the others "
+                f"have gone on without it, so it drops its {steps} steps since its last sync and "
+                "goes on from their global model; raise the deadline if that happens often"
+            )
+            yield from self.join(fresh=False)
+
+    def _exchange_all(self, due: list[Due], round: int) -> Exchange:
         through: list[Outcome] = []
         for kind, fragment in due:
             if kind == "sync" or (kind == "send" and self.compares_position):
                 finished = self.syncer.guard.finished
                 yield from self._compare_positions(FINISH if finished else SYNC)
-            outcome = None
+            outcome, where = None, self._where(fragment)
             if kind == "apply":
-                outcome = yield from self.syncer.apply()
+                outcome = yield from self._together(where, self.syncer.apply)
             elif kind == "send":
                 trains = not self.syncer.guard.finished
                 yield from self.syncer.send(self._moment(fragment, round), trains=trains)
             else:
+                moment = self._moment(fragment, round)
                 with self.meter.whole_sync(exactly=self.interval is not None):
-                    outcome = yield from self.syncer.sync(self._moment(fragment, round))
+                    outcome = yield from self._together(where, partial(self.syncer.sync, moment))
             if kind != "apply":
                 self.at.sent_at[fragment] = self.at.clock
                 self.at.marks[fragment] = self._mark()
@@ -587,9 +629,82 @@ class Worker:
             elif outcome is not None:
                 through.append(outcome)
                 self._synced(outcome)
+                yield from self._let_in()
         self.meter.skip()
         for number, outcome in enumerate(through):
             self._tell_synced(outcome, completes=number == len(through) - 1)
+
+    # -- workers that leave and come -----------------------------------------------------------
+
+    def _where(self, fragment: int) -> str:
+        return f"the sync of round {self.at.rounds}, fragment {fragment}"
+
+    def _together(
+        self,
+        where: str,
+        exchange: Callable[[], Generator[Request, int, _Outcome]],
+        *,
+        patient: bool = False,
+    ) -> Generator[Request, int, _Outcome]:
+        """Run an exchange. If workers may leave, those who are there run it, and run it again if
+        one of them is lost meanwhile. `patient`: there is no deadline."""
+        if not self.elastic:
+            return (yield from exchange())
+        while True:
+            yield from self._meet(where, patient=patient)
+            try:
+                return (yield from exchange())
+            except RepeatError:
+                continue
+
+    def _meet(self, where: str, *, patient: bool = False) -> Exchange:
+        met = False
+        while not met:
+            try:
+                yield Meet(where, patient)
+                met = True
+            except RepeatError:  # a worker was lost while the others connected
+                continue
+        self._note_members()
+
+    def _let_in(self) -> Exchange:
+        """Give the state after this sync to newcomers, who train from here on. At the end of
+        training nobody is let in."""
+        over = self._at_end() or self.syncer.guard.finished
+        if self.warmup.guard.awaits_newcomers and not over:
+            yield Admit()
+            yield from self._meet(_WELCOME, patient=True)
+
+    def join(self, *, fresh: bool) -> Exchange:
+        """Wait until the others let this worker in, and go on from their state. A fresh worker has
+        no inner state of its own."""
+        while True:
+            yield Join(fresh)
+            self._members = self.warmup.guard.members
+            try:
+                yield from self._meet(_WELCOME, patient=True)
+                return
+            except LeftOutError:
+                continue
+
+    def _note_members(self) -> None:
+        """Take notice of the workers that have left and come."""
+        before, now = self._members, self.warmup.guard.members
+        self._members = now
+        if now == before and self.facts.workers == len(now):
+            return
+        self.number = self.warmup.guard.worker
+        self.facts = replace(self.facts, workers=len(now))
+        self._plan, self._plain_until = (-1, []), -1
+        self.method.check_run(self.inner.optimizer, len(now))
+        left, joined = ([n for n in a if n not in b] for a, b in ((before, now), (now, before)))
+        self.ledger.changes.append(
+            {"clock": self.at.clock, "left": left, "joined": joined, "workers": len(now)}
+        )
+        if left:
+            self._tell(Left, numbers=tuple(left), workers=len(now))
+        if joined:
+            self._tell(Joined, numbers=tuple(joined), workers=len(now))
 
     # -- all workers ---------------------------------------------------------------------------
 
@@ -597,6 +712,8 @@ class Worker:
         """Raise unless all workers are about to exchange the same. This is done for the first
         exchange after a load and, if several optimizers share a process group, before each."""
         if not (self.compares_position or self.crowded) or self.facts.workers == 1:
+            return
+        if self.elastic:  # workers that meet compare where they are
             return
         clock = 0 if phase == FINISH else self.at.clock  # workers finish at any clock of a round
         mine = Position(phase, clock, self.ledger.recorded, self.optimizer)
@@ -612,10 +729,11 @@ class Worker:
         2^16, which tells how far workers are apart unless they are paced."""
         if self.pacing is not None:
             return
-        own = reports[self.number].steps
+        own = next(report.steps for report in reports if report.worker == self.number)
         mine = self.at.gradient_steps - self._gradients(self.number, clock, self.at.clock)
         apart = [(report.steps - own + 2**15) % 2**16 - 2**15 for report in reports]
         self.at.steps_of_all, self.at.counted_at = [mine + more for more in apart], clock
+        self.at.counted = [report.worker for report in reports]
 
     def _gradients(self, worker: int, start: int, stop: int) -> int:
         """The gradient steps of a worker between two clocks, by its plans."""
@@ -643,7 +761,9 @@ class Worker:
         return all(
             steps + self._gradients(worker, at.counted_at, last) <= at.gradient_steps
             and steps + self._gradients(worker, at.counted_at, following) > at.gradient_steps
-            for worker, steps in enumerate(at.steps_of_all)
+            for worker, steps in zip(
+                at.counted or range(len(at.steps_of_all)), at.steps_of_all, strict=True
+            )
         )
 
     @property
@@ -752,6 +872,7 @@ class Worker:
                 "bytes_sent": outcome.sent,
                 "exchange_s": self.meter.exchange_s,
                 "waiting_s": math.nan,  # known at the next sync
+                "workers": self.syncer.guard.workers,
             }
         )
 
@@ -798,9 +919,14 @@ class Worker:
 
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""
+        yield from self._together("recompute_buffers()", self._average_buffers, patient=True)
+
+    def _average_buffers(self) -> Exchange:
         buffers, workers = self.warmup.buffers, self.facts.workers
-        values = buffers.encode(self.number, self.warmup.template)
+        values = buffers.encode(self.warmup.guard.place, self.warmup.template)
         self._count_message((yield Message(values)))
+        if self.elastic:
+            yield Settle()
         buffers.decode(values, workers, workers)
 
     # -- for an engine that takes the gradient steps of many workers itself --------------------
@@ -867,6 +993,15 @@ class Worker:
         self.warmup.compared = False
         self.warmup.guard.await_gradient()
         self.warmup.switch(on=self.warming_up)
+
+    def welcomed(self) -> None:
+        """This worker has taken the progress of another one, whose steps it has not done itself."""
+        at = self.at
+        at.synced, at.marks = True, [self._mark()] * at.fragments
+        at.last_record = (at.clock, at.gradient_steps, self.ledger.mixing_steps)
+        at.gradient_s = self.ledger.gradient_s
+        self._plan, self._plain_until = (-1, []), -1
+        self.warmup.compared = True
 
     def attach(self, wrapper: GradientSync) -> None:
         """From now on `wrapper` averages the gradients in the warm-up."""

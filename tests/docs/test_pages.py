@@ -113,6 +113,33 @@ def test_the_loop_of_the_page_on_two_levels_trains_two_workers_of_two_ranks(worl
     assert got[0][:2] == (16, 2)
 
 
+# -- docs/elastic.md -------------------------------------------------------------------------------
+
+
+def trained_by_the_elastic_page(port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(dist.get_rank())}
+    dist.destroy_process_group()  # the page has none
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+
+    def batches_of(worker):
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(worker))
+        return [(inputs, inputs.sum(1, keepdim=True))]
+
+    code = executed("docs/elastic.md", *code_blocks(page("docs/elastic.md")))
+    opt = code["train"](net, batches_of, steps=16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return opt.clock, opt.transport.members, parameters(net).tolist()
+
+
+def test_the_loop_of_the_page_on_workers_that_leave_trains_two_that_stay(world):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    got = world.run(trained_by_the_elastic_page, workers=2, port=store.port)
+    assert got[0] == got[1]
+    assert got[0][:2] == (16, (0, 1))
+
+
 # -- docs/extending.md: what `w` has ---------------------------------------------------------------
 
 FUNCTIONS = {"norm", "group", "mix_group"}

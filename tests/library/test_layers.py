@@ -35,7 +35,7 @@ LAYERS = (
     ("worker",),
     (
         *("assembly", "evaluation", "live_state", "state", "state_0_1", "state_optimizers"),
-        *("state_parts", "state_rank"),
+        *("state_parts", "state_rank", "welcome"),
     ),
     ("local_optimizer",),
     ("everyone", "leaving", "loop", "optimizer"),

@@ -3,8 +3,9 @@
 The residue of this worker's own messages has one number for each number of a part. The residue of
 the means has those numbers whose means this worker codes. Which ones these are depends on how the
 part is cut into messages. If a run goes on with another `bucket_mb`, another worker codes the mean
-of some number from then on. The residue of that mean, m, is then added to this worker's own residue
-as K m. The next mean over the K workers contains m once, as it would have without the change.
+of some number from then on, and so if it goes on with other workers. The residue of that mean, m,
+is then added to this worker's own residue as K m. The next mean over the K workers contains m once,
+as it would have without the change.
 """
 
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ class PartResidue:
         self, messages: Sequence[range], codec: Codec, *, worker: int, workers: int
     ) -> list[Residue]:
         """The residue of each message. They are views, which an exchange changes in place."""
-        if list(self._messages) != list(messages):
-            ranges = _owned(messages, codec, worker, workers)
+        ranges = _owned(messages, codec, worker, workers)
+        if list(self._messages) != list(messages) or ranges != self.ranges:
             if ranges != self.ranges:
                 self._own_the_means(ranges, workers)
             sizes = [sum(map(len, _owned([m], codec, worker, workers))) for m in messages]

@@ -357,6 +357,13 @@ def check_losses(losses: list[Tensor], gradient_steps: list[int], workers: list[
             )
 
 
+def _message(request: Request) -> Message:
+    if isinstance(request, (Start, Finish)):
+        return request.message
+    assert isinstance(request, Message)  # simulated workers neither leave nor come
+    return request
+
+
 def exchanged(requests: list[Request | None], clock: int) -> int:
     """Do what the requests of all workers ask for. Returns the bytes that each worker handed
     over."""
@@ -370,7 +377,7 @@ def exchanged(requests: list[Request | None], clock: int) -> int:
             f"workers 0 and {odd} ask for a {type(found[0]).__name__} and a "
             f"{type(found[odd]).__name__} at clock {clock}; every worker must run the same method"
         )
-    messages = [r if isinstance(r, Message) else r.message for r in found]
+    messages = [_message(request) for request in found]
     if isinstance(found[0], Finish):  # the messages were exchanged when they were started
         return messages[0].handed_over(len(messages))
     sizes = [m.values.numel() for m in messages]

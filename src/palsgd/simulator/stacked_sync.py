@@ -334,7 +334,10 @@ class StackedSyncer:
         """Change the anchor, the local models and the buffers."""
         guard = self._syncer.guard
         numbers = zip(pending.finite, self.gradients, pending.models, strict=True)
-        reports = [WorkerReport(finite=f, gradient=g, model=m) for f, g, m in numbers]
+        reports = [
+            WorkerReport(worker=k, finite=f, gradient=g, model=m)
+            for k, (f, g, m) in enumerate(numbers)
+        ]
         check_finite(reports, pending.where, guard.skip_nonfinite)
         if guard.compares_work:
             check_own_work(reports, pending.where)

@@ -1,5 +1,6 @@
 """Transports: how the messages of the workers are exchanged."""
 
+from palsgd.transports.elastic import ElasticTransport
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.process_group import ProcessGroupTransport, find_transport
 from palsgd.transports.requests import Finish, Request, Start, fulfil
@@ -15,6 +16,7 @@ from palsgd.transports.transport import (
 
 __all__ = [
     "Alone",
+    "ElasticTransport",
     "Finish",
     "Message",
     "ProcessGroupTransport",

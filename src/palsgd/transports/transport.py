@@ -125,6 +125,7 @@ class Transport(ABC):
         inside: the process group of the ranks of this worker, if it has several.
         sharded: does each of them hold a part of the model, instead of a copy?
         shares_code: do all workers run in this process, with the same code and versions?
+        elastic: may workers leave and come while training goes on?
 
     Example:
         >>> import torch, palsgd
@@ -146,6 +147,25 @@ class Transport(ABC):
     inside: "ProcessGroup | None" = None  # the ranks of this worker, if it has several
     sharded: bool = False  # does each of them hold a part of the model, instead of a copy?
     shares_code: bool = False  # do all workers run in this process?
+    elastic: bool = False  # may workers leave and come while training goes on?
+
+    awaits_newcomers: bool = False  # are newcomers let in after this sync?
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers that take part, in the order of their rows."""
+        return tuple(range(self.workers))
+
+    @property
+    def place(self) -> int:
+        """Which of the rows is this worker's."""
+        return self.worker
+
+    def meet(self, position: str, *, patient: bool = False) -> None:  # noqa: B027
+        """Find out who takes part in the next exchange. Here that is always everybody."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Agree that all workers have all of an exchange. Here a failed one is an error."""
 
     @property
     def channel(self) -> Any:
