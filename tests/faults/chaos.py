@@ -9,6 +9,7 @@ and counted where this is not root.
 """
 
 import argparse
+import atexit
 import collections
 import gc
 import json
@@ -45,7 +46,6 @@ def main() -> None:
         found = {"machine": machine(), "seconds": round(time.monotonic() - began, 1)}
         found |= {"command": sys.argv, "tally": tally, "kinds": by_kind(records), "faults": records}
         write(given.out, found)
-    gc.unfreeze()
     sys.exit(any(tally[name] for name in _bad()))
 
 
@@ -109,6 +109,7 @@ def preload() -> None:
     command("train", "no-such-workload", "--workers", 2, "--device", "cpu")
     gc.collect()
     gc.freeze()  # a collection in a fork would copy all of it
+    atexit.register(gc.unfreeze)
 
 
 def _one(fault: Fault) -> dict[str, Any]:

@@ -3,10 +3,11 @@
     make soak
     python tests/faults/soak.py --minutes 60 --out runs/soak.json
 
-Two workers train with a codec and a delay, and save as they go. They are stopped for a while, asked
-to leave, and killed; then they are started again and must go on from the newest save. Meanwhile
-memory, open files and threads of both and the size of a save are sampled. Each stretch between two
-starts gives a slope; their mean is printed per hour with its 95% interval.
+Two workers train with a codec and a delay, and save as they go. They are stopped for a while; every
+tenth fault asks one to leave or kills it, and both are started again and must go on from the newest
+save. Meanwhile memory, open files and threads of both and the size of a save are sampled. The second
+half of each stretch between two starts gives a slope; their mean is printed per hour with its 95%
+interval.
 """
 
 import argparse
@@ -31,10 +32,10 @@ from faults.crew import Member
 from faults.damage import newest, step_of
 from support.patience import patient
 
-FAULTS = ("stop", "stop", "terminate", "stop", "kill")  # in turn
+ENDS = ("terminate", "kill")  # in turn; faults between them only stop a worker for a while
 TIMEOUT_S = 20.0  # of the process group
 SAVE_EVERY = 200
-_SETTLED = 0.3  # of a stretch is over before its samples count: memory grows while things begin
+_SETTLED = 0.5  # of a stretch is over before its samples count: memory grows while things begin
 _LEAST_SAMPLES = 8
 
 
@@ -87,7 +88,7 @@ class Stretch:
 def main() -> None:
     given = _arguments()
     chaos.preload()
-    soak = Soak(given.every, random.Random(given.seed))
+    soak = Soak(given.every, given.ends, random.Random(given.seed))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak.run(Path(folder), 60 * given.minutes)
     found = soak.record() | {"machine": chaos.machine(), "command": sys.argv}
@@ -103,6 +104,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="so long")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between faults")
+    parser.add_argument("--ends", type=int, default=10, help="every so many faults end the workers")
     parser.add_argument("--seed", type=int, default=0, help="of the victims")
     parser.add_argument("--out", help="a file for the record")
     return parser.parse_args()
@@ -111,8 +113,8 @@ def _arguments() -> argparse.Namespace:
 class Soak:
     """The supervisor: starts workers, disturbs them, and starts them again."""
 
-    def __init__(self, every_s: float, draw: random.Random):
-        self._every, self._draw = every_s, draw
+    def __init__(self, every_s: float, ends: int, draw: random.Random):
+        self._every, self._ends, self._draw = every_s, ends, draw
         self.stretches: list[Stretch] = []
         self.faults = self.hangs = self.lost = self.steps = 0
         self.unclean: list[str] = []
@@ -137,7 +139,7 @@ class Soak:
             name: _interval([slope for s in self.stretches for slope in s.slopes(name)])
             for name in ("memory_mb", "files", "threads")
         }
-        bytes_per_hour = list(_slope([(at, float(size)) for at, size in sizes]))
+        growth = list(_slope([(at, float(size)) for at, size in sizes]))
         return {
             "faults": self.faults,
             "starts": len(self.stretches),
@@ -147,7 +149,7 @@ class Soak:
             "unclean": self.unclean,
             "grows_per_hour": grows,
             "save_bytes": [sizes[0][1], sizes[-1][1]] if sizes else None,
-            "save_bytes_per_hour": bytes_per_hour[0] if bytes_per_hour else None,
+            "save_bytes_per_hour": growth[0] if growth else None,
         }
 
     def _start(self, folder: Path, noted: Path, *, resume: bool) -> list[Member]:
@@ -174,9 +176,9 @@ class Soak:
 
     def _strike(self, victim: Member) -> bool:
         """Disturb a worker. Returns whether it ends."""
-        kind = FAULTS[self.faults % len(FAULTS)]
         self.faults += 1
-        if kind != "stop":
+        if self.faults % self._ends == 0:
+            kind = ENDS[self.faults // self._ends % len(ENDS)]
             victim.signal(signal.SIGKILL if kind == "kill" else signal.SIGTERM)
             return True
         victim.signal(signal.SIGSTOP)
@@ -243,6 +245,8 @@ def shown(found: dict[str, Any]) -> str:
     if found["save_bytes"]:
         first, last = found["save_bytes"]
         lines.append(f"a save     {first:,} bytes at the start, {last:,} at the end")
+    if found["save_bytes_per_hour"] is not None:
+        lines.append(f"           {found['save_bytes_per_hour']:+,.0f} per hour in the second half")
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from support.patience import patient
 
 FAULTS = Path(__file__).parent
 GO_ON = [
+    ("kill", "elastic"),
     ("stop", "delayed"),
     ("stop", "lab"),
     ("clock jump", "plain"),
@@ -171,7 +172,7 @@ def test_the_newest_save_is_the_one_with_the_highest_step(tmp_path):
 @pytest.mark.slow
 def test_a_soak_survives_its_faults_and_samples_what_may_grow(tmp_path):
     out = tmp_path / "soak.json"
-    done = script("soak", "--minutes", 0.35, "--every", 3, "--out", out)
+    done = script("soak", "--minutes", 0.35, "--every", 3, "--ends", 2, "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
     assert found["faults"] >= 3
@@ -183,7 +184,7 @@ def test_a_soak_survives_its_faults_and_samples_what_may_grow(tmp_path):
 
 
 def test_a_leak_shows_as_a_slope_whose_interval_leaves_zero_out():
-    leaks = [(second, 100 + second / 3600) for second in range(100)]
+    leaks = [(float(second), 100 + second / 3600) for second in range(100)]
     (slope,) = soak._slope(leaks)
     assert slope == pytest.approx(1.0)
     low, high = soak._interval([1.0, 1.1, 0.9])["interval"]
