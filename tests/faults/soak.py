@@ -5,9 +5,9 @@
 
 Two workers train with a codec and a delay, and save as they go. They are stopped for a while; every
 tenth fault asks one to leave or kills it, and both are started again and must go on from the newest
-save. Meanwhile memory, open files and threads of both and the size of a save are sampled. The second
-half of each stretch between two starts gives a slope; their mean is printed per hour with its 95%
-interval.
+save. Meanwhile memory, open files and threads of both and the size of a save are sampled. The
+second half of each stretch between two starts gives a slope; their mean is printed per hour with
+its 95% interval.
 """
 
 import argparse
