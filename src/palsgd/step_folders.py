@@ -18,6 +18,7 @@ from typing import Any
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+_KEYS = {"id", "order", "step", "workers", "ranks", "at_stop", "files", "here"}
 _PART = ".part"
 _NAME = re.compile(r"step-(\d{1,18})(?:-(\d{1,9}))?")
 
@@ -94,6 +95,8 @@ def _manifest(path: Path) -> dict[str, Any]:
             raise ValueError("its checksum differs")
         if found["schema"] != SCHEMA:
             raise ValueError(f"it has schema {found['schema']}, and this release reads {SCHEMA}")
+        if lacking := _KEYS - found.keys():
+            raise ValueError(f"it lacks {min(lacking)}")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what was written ({error})") from None
     return found

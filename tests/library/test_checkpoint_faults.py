@@ -275,7 +275,7 @@ def test_a_full_disk_on_one_worker_is_the_same_oserror_on_all_and_costs_no_save(
         assert "step-6" in line
         assert "worker-1/rank-0.safetensors: No space left on device" in line
         assert "\n" not in line
-        assert "step-3" in then
+        assert then == ["step-3"] or (disks == "one" and "step-3" in then)  # others may still undo
         assert left == ["step-3", "step-7"]
 
 

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import re
+from operator import attrgetter
 
 import pytest
 import torch
@@ -15,13 +16,20 @@ PUBLIC = sorted(set(palsgd.__all__) - set(ERRORS))
 EXPLAINED = [name for name in PUBLIC if not inspect.ismodule(getattr(palsgd, name))]
 
 
+CHECKPOINT = [f"checkpoint.{name}" for name in ("find", "load", "save", "save_model")]
+
+
+def public_named(name: str):
+    return attrgetter(name)(palsgd)
+
+
 def examples(name: str) -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(recurse=False)
-    return [found for found in finder.find(getattr(palsgd, name), name) if found.examples]
+    return [found for found in finder.find(public_named(name), name) if found.examples]
 
 
 def with_examples() -> list[str]:
-    return [*EXPLAINED, "events"]
+    return [*EXPLAINED, *CHECKPOINT, "events"]
 
 
 @pytest.mark.parametrize("name", with_examples())
@@ -41,9 +49,9 @@ def explained(doc: str) -> set[str]:
     return set(re.findall(r"\w+", doc))
 
 
-@pytest.mark.parametrize("name", EXPLAINED)
+@pytest.mark.parametrize("name", [*EXPLAINED, *CHECKPOINT])
 def test_every_parameter_of_a_public_name_is_in_its_docstring(name):
-    public = getattr(palsgd, name)
+    public = public_named(name)
     doc = inspect.getdoc(public)
     assert doc, f"palsgd.{name} has no docstring"
     text = doc.split("Example:")[0] + doc.partition("Options of every optimizer:")[2]

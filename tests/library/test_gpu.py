@@ -132,3 +132,37 @@ def test_gpu_workers_measure_and_agree_on_an_interval(world):
     assert one == other
     assert one["step_s"] > 0
     assert one["sync_s"] > 0
+
+
+def checkpoint_job(folder, fused, **rules):
+    """Straight on, and from a save in the middle of a round."""
+    ends, data = [], [(a.float().cuda(), y.float().cuda()) for a, y in batches()] * 8
+    for resumes in (False, True):
+        model = net(seed=resumes).cuda()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+        opt = palsgd.DiLoCo(model, inner, sync_every=6, **rules)
+        if resumes:
+            loaded = palsgd.checkpoint.load(folder, model, opt)
+            assert torch.equal(loaded.extra["seen"], torch.arange(3))
+        for batch in data[opt.gradient_steps : 30]:
+            mse(model, batch).backward()
+            opt.step()
+            opt.zero_grad()
+            if opt.clock == 15 and not resumes:
+                seen = torch.arange(3, device="cuda")
+                palsgd.checkpoint.save(folder, model, opt, extra={"seen": seen})
+        ends.append(global_vector_on_cpu(model, opt))
+    return ends
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "rules",
+    [{}, dict(compress="int8", delay=4), dict(compress="topk:0.2", delay=4), dict(offload=True)],
+    ids=str,
+)
+def test_gpu_workers_go_on_from_a_checkpoint_bit_for_bit(world, tmp_path, fused, rules):
+    for straight, resumed in world.run(
+        checkpoint_job, workers=2, folder=str(tmp_path), fused=fused, **rules
+    ):
+        np.testing.assert_array_equal(straight, resumed)
