@@ -132,6 +132,21 @@ def test_of_many_that_come_at_once_one_is_in_at_a_time(tmp_path, monkeypatch):
     assert set(most) == {1}
 
 
+def test_a_lock_on_a_file_that_its_owner_has_just_removed_counts_for_nothing(tmp_path, monkeypatch):
+    flock, calls = fcntl.flock, []
+
+    def late(handle, how):
+        if not calls:
+            (tmp_path / NAME).unlink()
+        calls.append(handle)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path):
+        assert (tmp_path / NAME).exists()
+    assert len(calls) == 2
+
+
 def test_a_disk_without_locks_is_said_to_have_none_and_used(tmp_path, monkeypatch):
     def none(handle, how):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_a_stopped_run_goes_on_and_nobody_can_tell(world, run, whole):
     assert go_on(world, run) == []
     assert_same(run, whole)
     assert not (run / "checkpoints").exists()  # finished: none is needed
+
+
+def test_a_checkpoint_is_never_ahead_of_the_lines(world, tmp_path):
+    """Also one between evaluations, whose lines are joined for it."""
+    settings = replace(BASE, evaluate_every=24, checkpoint_every=1)
+    world.run(lab_runs.train, workers=2, settings=settings, folder=tmp_path / "whole")
+    world.run(lab_runs.train, workers=2, settings=settings, folder=tmp_path / "run", stop_at=40)
+    assert [line["step"] for line in lines(tmp_path / "run")][-1] == 40
+    assert go_on(world, tmp_path / "run", settings=settings) == []
+    assert_same(tmp_path / "run", tmp_path / "whole")
 
 
 # -- damaged checkpoints ---------------------------------------------------------------------------

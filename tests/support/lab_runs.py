@@ -1,13 +1,15 @@
 """Runs of the lab by the processes of a test, which can be stopped where a test wants."""
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
+import palsgd
 from palsgd.lab import workloads
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
@@ -18,15 +20,18 @@ class StoppedError(Exception):
     pass
 
 
-class StoppingTrainer(Trainer):
-    """Ends as a kill does: nothing is written after the checkpoint at `stop_at`."""
+def stop_after_save(clock: int) -> Any:
+    """Ends all workers as a kill does, in the moment in which the checkpoint at this clock, or the
+    first one after it, has its name."""
+    save = palsgd.checkpoint.save
 
-    stop_at: int | None = None
-
-    def _save(self) -> None:
-        super()._save()
-        if self.stop_at is not None and self.opt.clock >= self.stop_at:
+    def saved(folder: Path, model: Any, opt: palsgd.LocalOptimizer, **how: Any) -> Path:
+        path = save(folder, model, opt, **how)
+        if opt.clock >= clock:
             raise StoppedError
+        return path
+
+    return mock.patch.object(palsgd.checkpoint, "save", saved)
 
 
 @dataclass
@@ -44,9 +49,8 @@ def train(settings: Settings, folder: Path, *, stop_at: int | None = None, **how
     log.addHandler(handler)
     try:
         workload = workloads.load(settings.workload, **workloads.data_settings(settings))
-        trainer = StoppingTrainer(settings, workload, RunFolder(folder), quiet=True, **how)
-        trainer.stop_at = stop_at
-        with suppress(StoppedError):
+        trainer = Trainer(settings, workload, RunFolder(folder), quiet=True, **how)
+        with suppress(StoppedError), nullcontext() if stop_at is None else stop_after_save(stop_at):
             trainer.train()
         with trainer.opt.anchor_weights():
             model = {name: value.clone() for name, value in trainer.net.state_dict().items()}
