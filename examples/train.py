@@ -8,7 +8,6 @@ next sync and ends; the same command goes on from there.
 """
 
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import palsgd
-from palsgd import interrupts
+from palsgd import interrupts, process_groups
 
 STEPS = 600
 SAVE_EVERY = 4  # rounds
@@ -27,8 +26,8 @@ CHECKPOINTS = Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoints")
 
 def main() -> None:
     interrupts.end_with_parent()  # workers of a launcher that is killed would train on
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    # as dist.init_process_group, also in workers that torchrun has started again
+    process_groups.join("nccl" if torch.cuda.is_available() else "gloo", timeout_s=300)
     torch.manual_seed(0)  # every worker starts from the same weights
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)

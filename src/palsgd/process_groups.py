@@ -2,14 +2,75 @@
 
 torch gives a new group its own default timeout, half an hour, whatever the timeout of the others.
 A worker that waits in such a group would wait that long for one that is lost.
+
+Workers that torchrun starts again find the store of those before them, with the addresses of dead
+processes in it, and may connect to these. `join` has them agree on a part of the store that is new.
 """
 
+import hashlib
+import json
+import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+
+def join(backend: str | None = None, *, timeout_s: float = 300.0) -> None:
+    """`torch.distributed.init_process_group` for a worker of torchrun, whether it was started for
+    the first time or again.
+
+    Args:
+        backend: gloo, nccl; None: the one of each device.
+        timeout_s: the seconds that an exchange, and the start, may take.
+
+    Raises:
+        RuntimeError: not all ranks came within that time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    store = dist.PrefixStore(_agreed_prefix(store, rank, world, timeout_s), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _agreed_prefix(store: Any, rank: int, world: int, timeout_s: float) -> str:
+    """A name that the ranks which are alive have in common, and no others.
+
+    Every rank has a new token, and writes down the tokens that it has read of all. The list of a
+    dead process lacks the token of this one. So once all lists are equal, all were written by
+    ranks that are alive, and no rank changes its list any more."""
+    known = [""] * world
+    known[rank] = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_s
+    while True:
+        store.set(f"palsgd/join/{rank}", json.dumps(known))
+        lists = [_list_of(store, other, world) for other in range(world)]
+        if all(found == known for found in lists):
+            return "palsgd/" + hashlib.blake2b("".join(known).encode(), digest_size=8).hexdigest()
+        known = [each[k] if k != rank else known[k] for k, each in enumerate(lists)]
+        if time.monotonic() > deadline:
+            late = [str(k) for k, found in enumerate(lists) if found[rank] != known[rank]]
+            raise RuntimeError(
+                f"rank {', '.join(late)} of {world} did not come within {timeout_s:g} s; look at "
+                "what it says, or give it more time"
+            )
+        time.sleep(0.02)
+
+
+def _list_of(store: Any, rank: int, world: int) -> list[str]:
+    """What a rank has written down; empty texts if that is nothing, or of another run."""
+    key = f"palsgd/join/{rank}"
+    try:
+        found = json.loads(store.get(key)) if store.check([key]) else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or len(found) != world:
+        return [""] * world
+    return [str(token) for token in found]
 
 
 def backends_of(group: ProcessGroup | None) -> dict[str, str]:

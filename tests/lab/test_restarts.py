@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 STEPS = 1200
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 WAYS = {"plain": (), "delay": ("compress=int8", "delay=4")}
 
 
@@ -53,6 +54,24 @@ def undisturbed(tmp_path_factory):
         return found[way]
 
     return run
+
+
+def listening(processes):
+    """The addresses on which these processes listen, as the kernel writes them."""
+    inodes = set()
+    for process in processes:
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(entry))
+            except OSError:  # closed meanwhile
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
 
 
 def disturbed(run, process, signals, rng):
@@ -109,22 +128,38 @@ def test_a_worker_that_stalls_for_good_is_replaced_after_the_timeout(undisturbed
     assert_same_run(run, undisturbed("plain"))
 
 
-def test_sigterm_to_the_launcher_saves_ends_with_143_and_says_how_to_go_on(undisturbed, tmp_path):
-    run = tmp_path / "palsgd"
-    with started(*words("plain", tmp_path)) as process:
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """A run whose launcher was sent SIGTERM."""
+    out = tmp_path_factory.mktemp("asked")
+    run = out / "palsgd"
+    with started(*words("delay", out)) as process:
         wait_for(lambda: saved_step(run), process=process)
         workers, before = children(process.pid), saved_step(run)
+        addresses = listening([process.pid, *workers])
         process.terminate()
         _, err = process.communicate(timeout=patient(40))
-        assert not alive(workers)
-    assert process.returncode == 143
-    (line,) = err.splitlines()
-    kept = f"kept: 1 run up to the last checkpoint (step {saved_step(run)})"
+        left = alive(workers)
+    return {
+        "run": run, "addresses": addresses, "before": before, "after": saved_step(run),
+        "code": process.returncode, "err": err, "left": left,
+    }  # fmt: skip
+
+
+def test_sigterm_to_the_launcher_saves_ends_with_143_and_says_how_to_go_on(asked, undisturbed):
+    assert asked["code"] == 143
+    assert not asked["left"]
+    assert asked["after"] >= asked["before"]
+    (line,) = asked["err"].splitlines()
+    kept = f"kept: 1 run up to the last checkpoint (step {asked['after']})"
     assert line.startswith(f"palsgd: stopped; {kept}. Go on with: palsgd train digits")
-    assert saved_step(run) >= before
-    again = shlex.split(line.partition("Go on with: palsgd ")[2])
-    assert apart(*again).code == 0
-    assert_same_run(run, undisturbed("plain"))
+    assert apart(*shlex.split(line.partition("Go on with: palsgd ")[2])).code == 0
+    assert_same_run(asked["run"], undisturbed("delay"))
+
+
+def test_nothing_of_a_local_run_listens_beyond_loopback(asked):
+    assert asked["addresses"]
+    assert asked["addresses"] <= LOOPBACK
 
 
 def test_torchrun_starts_workers_again_that_go_on_without_being_told(undisturbed, tmp_path):
@@ -161,46 +196,13 @@ def test_a_worker_that_is_killed_after_everything_was_done_is_a_warning(tmp_path
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     out = tmp_path / "out"
-    command = ("train", "digits", "--workers", 2, "--steps", 32, "--no-report", "--out", out)
+    command = ("train", "digits", "--workers", 2, "--steps", 64, "--no-report", "--out", out)
     with started(*command, "--quiet") as process:
         wait_for((out / "palsgd" / "summary.json").exists, process=process)
         os.kill(children(process.pid)[1], signal.SIGKILL)
         _, err = process.communicate(timeout=patient(60))
     assert process.returncode == 0
     assert err == "palsgd: worker 1 failed: SIGKILL ended it, after everything was done\n"
-
-
-# -- who can reach it ----------------------------------------------------------------------------
-
-
-def listening(processes):
-    """The addresses on which these processes listen, as the kernel writes them."""
-    inodes = set()
-    for process in processes:
-        for entry in Path(f"/proc/{process}/fd").iterdir():
-            try:
-                inodes.add(os.readlink(entry))
-            except OSError:  # closed meanwhile
-                continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found
-
-
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-
-
-def test_nothing_of_a_local_run_listens_beyond_loopback(tmp_path):
-    run = tmp_path / "palsgd"
-    with started(*words("delay", tmp_path)) as process:
-        wait_for(lambda: saved_step(run), process=process)
-        found = listening([process.pid, *children(process.pid)])
-    assert found
-    assert found <= LOOPBACK
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def test_nothing_of_a_local_run_listens_beyond_loopback(tmp_path):
     ("flags", "words"),
     [
         (("--restarts", 2, "--simulate"), "--restarts 2 is for worker processes"),
-        (("--restarts", -1), "-1"),
+        (("--restarts", -1), "'--restarts'"),
         (("--timeout", 0), "timeout=0.0 must be a number of seconds > 0"),
         (("--timeout", "nan"), "timeout=nan"),
     ],

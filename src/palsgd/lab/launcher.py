@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from palsgd.lab.trainer import LeftError, Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
 from palsgd.leaving import EXIT_CODE
+from palsgd.process_groups import join
 from palsgd.progress import Whole
 from palsgd.transports.json_exchange import gathered
 
@@ -198,7 +198,7 @@ def work(order: Order) -> None:
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     device, backend = _place(order.device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=order.timeout_s))
+    join(backend, timeout_s=order.timeout_s)
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     jobs = _as_rank_0_has_them(order.jobs)
     time_jobs(jobs, device, loaded, order.link)
