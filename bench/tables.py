@@ -233,6 +233,57 @@ def quality() -> str:
     return markdown(columns, rows)
 
 
+def uneven_waiting() -> str:
+    found = record("uneven-2cores")
+    rows = [
+        (row["method"], formatted(row["idle_of_fast"]),
+         " to ".join(map(formatted, row["idle_of_fast_range"])), formatted(row["idle_of_slow"]),
+         f"{row['gradients_s']:.2f}")
+        for row in found["waiting"]
+    ]  # fmt: skip
+    columns = ("method", "fast workers without work", "blocks from, to", "the slow worker",
+               "a step of the clock, in fast gradients")  # fmt: skip
+    return markdown(columns, rows)
+
+
+def uneven_losses() -> str:
+    found = record("uneven-2cores")
+    runs = {run["method"]: run for run in found["runs"]}
+    against = {row["method"]: row for row in found["against_weights"]}
+    rows = [
+        (row["method"], ", ".join(map(str, runs[row["method"]]["gradients"])),
+         f"{row['loss']:.4f}", *_judged(row), *_judged(against[row["method"]]),
+         "never" if row["arrives"] is None else formatted(row["arrives"]))
+        for row in found["losses"]
+    ]  # fmt: skip
+    columns = ("method", "gradients of the workers", "final loss", "over PALSGD", "",
+               "over steps and weights by speed", "",
+               "of the time, until PALSGD's final loss")  # fmt: skip
+    return markdown(columns, rows)
+
+
+def uneven_raised() -> str:
+    rows = [
+        (f"{row['ratio']} x slower", row["method"], f"{row['loss']:.4f}", *_judged(row))
+        for row in record("uneven-2cores")["raised"]
+    ]
+    columns = ("the last worker is", "its rate is raised", "final loss", "over the library's", "")
+    return markdown(columns, rows)
+
+
+def formatted(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _judged(row: Record) -> tuple[str, str]:
+    """A relative difference with its interval, and the word for it."""
+    if not row["word"]:
+        return "", ""
+    bounds = (row["difference"][name] for name in ("value", "low", "high"))
+    value, low, high = (f"{100 * each:+.1f}%" for each in bounds)
+    return f"{value} [{low}, {high}]", row["word"]
+
+
 # -- links, peers, the cluster model ---------------------------------------------------------------
 
 
@@ -328,6 +379,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "workloads": workloads,
     "exogym": exogym,
     "quality": quality,
+    "uneven-waiting": uneven_waiting,
+    "uneven-losses": uneven_losses,
+    "uneven-raised": uneven_raised,
     "link": link,
     "link-bare": link_bare,
     "peers-summary": partial(peers, "summary"),

@@ -4,12 +4,13 @@
 
 Seconds and losses are measured apart, as no loss depends on a link. Seconds come from three gloo
 processes whose gradients are sleeps, one of them three times as long; the methods take turns in
-blocks. The library measures the speeds there, and the rounds count after they are settled. Losses come from the simulator with the same plans (speeds 1, 1 and 1/3): a small
-GPT-Neo on the stories of the lab, with AdamW, clipping and a cosine. Every method has equally much
-time: as many steps as the gradients of the slow worker allow, or, where nobody waits for it, those
-of the fast ones. Stated before the runs: the margin is 1% of the loss, over five paired seeds;
-nothing is tuned. A second table has what the raised learning rate of the slow worker does, at the
-ratios 3 and 10. `--phases times` (or losses, or raised) does one part and adds it to the record.
+blocks. The library measures the speeds there, and rounds count after they are settled. Losses come
+from the simulator with the same plans (speeds 1, 1 and 1/3): a small GPT-Neo on the stories of the
+lab, with AdamW, clipping and a cosine. Every method has equally much time: as many steps as the
+gradients of the slow worker allow, or, where nobody waits for it, those of the fast ones. Stated
+before the runs: the margin is 1% of the loss, over five paired seeds; nothing is tuned. A second
+table has what the raised learning rate of the slow worker does, at the ratios 3 and 10.
+`--phases times` (or losses, or raised) does one part and adds it to the record.
 """
 
 import argparse

@@ -46,7 +46,7 @@ def build_worker(
     untrained = Untrained(model, replica, transport)
     guard = Guard(
         transport,
-        with_costs=options.auto is not None or options.draws == "paced",
+        with_costs=options.auto is not None or options.paced,
         compares=options.method.shares_anchor,
         skip_nonfinite=options.on_nonfinite == "skip",
         same_data=options.same_data,
@@ -131,7 +131,7 @@ def _interval(options: Options) -> AutoInterval | None:
 
 
 def _pacing(transport: Transport, options: Options) -> Pacing | None:
-    if options.draws != "paced":
+    if not options.paced:
         return None
     return Pacing(workers=transport.workers, fragments=options.fragments, given=options.speeds)
 

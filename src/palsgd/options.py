@@ -85,9 +85,9 @@ class Options:
         return self.warmup_steps != math.inf
 
     @property
-    def paced_or_none(self) -> str | None:
-        """The kind of draws, if it is one that some methods cannot have."""
-        return self.draws if self.draws == "paced" else None
+    def paced(self) -> bool:
+        """Do workers take gradients by their speeds?"""
+        return self.draws == "paced"
 
     def as_config(self) -> dict[str, Any]:
         """The settings that must be equal on all workers, and in a saved state and its reader."""
@@ -167,7 +167,7 @@ def checked_options(
         fragments=options.fragments,
         sync_every=auto,
         offload=options.offload,
-        draws=options.paced_or_none,
+        draws=options.draws if options.paced else None,
     )
     _check_lag(first, auto, options.delay, options.fragments)
     _check_names(method)
@@ -179,13 +179,13 @@ def checked_options(
             blend=options.blend,
             outer_scheduler=outer_scheduler,
             offload=options.offload,
-            draws=options.paced_or_none,
+            draws=options.draws if options.paced else None,
         )
     return options
 
 
 def _check_speeds(options: Options) -> None:
-    if options.speeds is not None and not options.paced_or_none:
+    if options.speeds is not None and not options.paced:
         raise ValueError(
             f"speeds={as_records(options.speeds)} are given with draws={options.draws!r}, under "
             "which workers of any speed mix alike; use draws='paced', or leave them out"

@@ -826,7 +826,7 @@ class Worker:
         if found is not None:
             round, offset = self.schedule.place(at.clock)
             at.speeds = [*at.speeds[-8:], (round + (offset > 0), found)]
-            self.ledger.speeds += as_records(at.speeds[-1:])
+            self.ledger.speeds = [*self.ledger.speeds, *as_records(at.speeds[-1:])]
 
     def _choose_interval(self, outcome: Outcome) -> None:
         """While H is being measured, keep the costs of this sync; after the last measured round,

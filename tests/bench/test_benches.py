@@ -89,6 +89,16 @@ FIGURES = {
         "weights equal on all processes": True,
         "contenders come to the same weights": True,
     },
+    "uneven": {  # of the first seed, worker by worker; the last one is three times slower
+        "gradients": {
+            "DDP": [32] * 3,
+            "DiLoCo": [32] * 3,
+            "PALSGD": [28] * 3,
+            "DiLoCo, steps and weights by speed": [96, 96, 30],
+            "DiLoCo, paced": [96, 96, 30],
+            "PALSGD, paced": [98, 98, 33],
+        },
+    },
     "validate_cluster": {"exchanges": [7, 7], "at the predicted points of the clock": True},
     "workloads": {
         "digits": {"parameters": 9610, "batch": [4, 64]},

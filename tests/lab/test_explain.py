@@ -130,6 +130,28 @@ def test_the_method_is_the_one_that_is_built(method, draws):
         assert method_of(settings) == build_optimizer(settings, 325, nn.Linear(1, 1)).method
 
 
+def test_rows_of_paced_draws_are_the_plans_of_uneven_workers():
+    settings = replace(QUIET, draws="paced", speeds="1:1:0.4")
+    plans = [
+        palsgd.round_plan(
+            seed=7, worker=k, round=r, sync_every=8, mix_prob=0.2, draws="paced", speeds=(1, 1, 0.4)
+        )
+        for r in (0, 1)
+        for k in range(3)
+    ]
+    expected = [("".join("·█"[mixes] for mixes in plan), plan.count(False)) for plan in plans]
+    assert rows(printed(settings)) == expected
+
+
+def test_what_pacing_does_is_said():
+    (said,) = [x for x in remarked(draws="paced", speeds="1:1:0.4") if "paced" in x]
+    assert "worker 2 takes about 2 gradients and the fastest 6, at 3 times" in said
+    (said,) = [x for x in remarked(draws="paced") if "paced" in x]
+    assert said.startswith("draws=paced with equal speeds is balanced")
+    straggling = remarked(draws="paced", cluster="1gbit,1ms,step=10ms,straggler=2", method="diloco")
+    assert any("worker 2 takes about 4 gradients and the fastest 8" in each for each in straggling)
+
+
 def test_long_rounds_are_counted_together():
     settings = replace(QUIET, sync_every=1024, steps=50_000, workers=64, mix_prob=0.5)
     text = printed(settings, width=80)

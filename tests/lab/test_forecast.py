@@ -55,9 +55,14 @@ def trained(settings: Settings) -> palsgd.Ledger:
     ).ledger  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(45))
-def test_a_run_exchanges_what_was_forecast(seed):
+@pytest.mark.parametrize(
+    ("seed", "paced"), [(seed, False) for seed in range(45)] + [(seed, True) for seed in range(9)]
+)
+def test_a_run_exchanges_what_was_forecast(seed, paced):
     settings = drawn(seed)
+    if paced:
+        speeds = ":".join(str(1 / (1 + k)) for k in range(settings.workers))
+        settings = replace(settings, draws="paced", speeds=speeds)
     ahead = forecast(settings, model=ModelSize.of(build(), settings.buffers), simulated=True)
     ledger = trained(settings)
     assert {name: getattr(ahead.run, name) for name in COUNTS} == {

@@ -29,7 +29,7 @@ from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.paper import PUBLISHED, Published
 from palsgd.lab.plan.prices import PriceTable, committed
 from palsgd.lab.plan.scale import cells
-from palsgd.lab.plan.text import conclusion
+from palsgd.lab.plan.text import conclusion, remarks
 from palsgd.payload import REPORT
 from support.commands import lines, palsgd, summary
 from support.core_access import anchor_of, departure_memory, message_memory, residues_of
@@ -104,6 +104,16 @@ def test_waiting_is_told_from_exchanging():
     assert plain.waiting == pytest.approx(0, abs=1e-9)
     assert slow.waiting == pytest.approx(7 / 8 * 2 / 3, rel=0.02)  # seven wait for two thirds
     assert slow.exchanging < plain.exchanging
+
+
+def test_a_plan_says_what_paced_draws_would_save():
+    for slower, words in ((1.0, []), (3.0, ["wait 58", "leaves"])):
+        place = planner({"straggler": slower})
+        best = place.local(DILOCO, place.work(DILOCO, 64))
+        plan = Plan(place.opponents(), {}, best, place.opponents()[0])
+        said = [x for x in remarks(place.cluster, place.task, plan, None) if "draws=paced" in x]
+        assert len(said) == bool(words)
+        assert all(word in each for each in said for word in words)
 
 
 def test_coding_takes_time():

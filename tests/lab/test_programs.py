@@ -35,6 +35,10 @@ SAME = {
         {"method": "ddp", "inner": "adamw"},
         {"method": "ddp", "inner": "adam", "momentum": 0.5},
     ),
+    "DDP is not paced": (
+        {"method": "ddp"},
+        {"method": "ddp", "draws": "paced", "speeds": "1:0.5"},
+    ),
     "no pull, in either unit": (
         {"method": "palsgd", "mix_rate": 0.0},
         {"method": "palsgd", "pull": 0.0},
@@ -56,6 +60,14 @@ DIFFERENT = {
     "a pull": ({"mix_rate": 0.0}, {"mix_rate": 1.0}),
     "draws of a method that mixes": ({"draws": "balanced"}, {"draws": "independent"}),
     "a codec": ({"compress": None}, {"compress": "int8"}),
+    "paced draws of a method that does not mix": (
+        {"method": "diloco"},
+        {"method": "diloco", "draws": "paced", "speeds": "1:0.5"},
+    ),
+    "other speeds": (
+        {"draws": "paced", "speeds": "1:0.4"},
+        {"draws": "paced", "speeds": "1:0.5"},
+    ),
     "weight decay": ({"inner": "adam", "weight_decay": 0.1}, {"weight_decay": 0.1}),
 }
 same = pytest.mark.parametrize("pair", SAME.values(), ids=SAME)

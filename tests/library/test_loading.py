@@ -424,6 +424,11 @@ def two_groups(draws):
 
 def test_two_optimizers_with_a_group_each_need_balanced_draws(world):
     assert world.run(two_groups, workers=2, draws="balanced")[0][0] > 3
-    for got in world.outcomes(two_groups, workers=2, draws="independent"):
+    refused = [
+        got
+        for draws in ("independent", "paced")
+        for got in world.outcomes(two_groups, workers=2, draws=draws)
+    ]
+    for got in refused:
         assert got.error == "ValueError"
         assert "use draws='balanced' for both" in got.message
