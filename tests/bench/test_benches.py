@@ -29,6 +29,7 @@ FIGURES = {
         "8 workers, 64 steps of DDP": {"exchanges": 64, "gradient_steps": 64},
         "a plan, 4 workers": {"pictures": 2},
     },
+    "elastic": {"deaths": 1, "sizes": 1},
     "exogym": {"digits-diloco, 2 workers: loss": [about(0.451173), about(0.451173)]},
     "lab": {"cnn-64": {"gradient_steps": 6, "engine": "exact"}, "sweep": {"runs": 24}},
     "link": {  # steps, exchanges, bytes; a sync has the roll call beside the model's 9,610 floats
