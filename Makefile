@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo demo-picture lint bench mutants chaos soak torch-tests clean
+.PHONY: setup test demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
 
 setup: .venv/installed
 
@@ -44,6 +44,10 @@ chaos: setup
 # An hour of training with a fault a minute: does anything grow?
 soak: setup
 	$(BIN)/python tests/faults/soak.py --minutes 60 --out runs/soak.json
+
+# Hostile and careless input, and what becomes of it: some ten minutes.
+fuzz: setup
+	$(BIN)/python tests/faults/fuzz.py
 
 # PyTorch's own tests of optimizers and schedulers, on a palsgd optimizer around each optimizer:
 # make torch-tests TORCH=path/to/a/pytorch/checkout

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from palsgd.checks import in_error
+
 END = object()  # returned in place of a batch by a loader that has none
 
 
@@ -43,7 +45,13 @@ class Feed:
         resumes = saved is not None and hasattr(self._loader, "load_state_dict")
         if resumes:
             self._loader.load_state_dict(saved)
-        self._pass = iter(self._loader)
+        try:
+            self._pass = iter(self._loader)
+        except TypeError as error:
+            raise ValueError(
+                f"loader={in_error(self._loader)} has no batches ({error}); give a DataLoader or a "
+                "list of batches"
+            ) from error
         return not resumes
 
     def state(self) -> Any:

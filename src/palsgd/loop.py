@@ -55,11 +55,6 @@ def until(
         (6, True)
     """
     opt = _palsgd_optimizer(opt)
-    listed = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
-    if not isinstance(loader, Iterable) and not listed:
-        raise ValueError(
-            f"loader={in_error(loader)} has no batches; give a DataLoader or a list of batches"
-        )
     if epochs is not None and steps is not None:
         both = f"steps={in_error(steps)} and epochs={in_error(epochs)}"
         raise ValueError(f"{both} are both given; give one of them")

@@ -37,13 +37,14 @@ from support.patience import patient
 
 SOURCE = str(Path(palsgd.__file__).parent)
 MOST_SECONDS = 6.0  # of computing, of one case
+PAGE_SECONDS = 60.0  # where a page with all its figures is made
 MOST_MEMORY = 12 * 2**30
 KINDS: dict[str, Callable] = {
     **fuzz_calls.KINDS,
     **fuzz_commands.KINDS,
     **fuzz_files.KINDS,
 }
-SHARES = {"settings": 4, "calls": 5, "commands": 3, "runs": 2, "pages": 0.1}  # of the cases
+SHARES = {"settings": 6, "calls": 5, "commands": 2, "runs": 1.5, "pages": 0.01}  # of the cases
 
 
 class TooLong(BaseException):
@@ -57,10 +58,10 @@ class Outcome:
     about: str = ""
 
 
-def outcome_of(call: Callable[[], str | None]) -> Outcome:
+def outcome_of(call: Callable[[], str | None], seconds: float = MOST_SECONDS) -> Outcome:
     """What became of a case, in a word or two."""
     try:
-        with limited(patient(MOST_SECONDS)), warnings.catch_warnings():
+        with limited(patient(seconds)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Outcome(call() or "worked")
     except TooLong:
@@ -139,7 +140,7 @@ def tally(kinds: list[str], count: int, seed: int, folder: Path) -> tuple[Counte
     for kind in kinds:
         for number in range(max(1, round(count * SHARES.get(kind, 1) / whole))):
             about, call = case(kind, number, seed, folder)
-            outcome = outcome_of(call)
+            outcome = outcome_of(call, PAGE_SECONDS if kind == "pages" else MOST_SECONDS)
             found[kind, outcome.word, outcome.broken] += 1
             if outcome.broken:
                 broken.append(f"{kind}:{number} {outcome.word}: {about[:160]} -> {outcome.about}")

@@ -116,7 +116,7 @@ def loaded(**given: Any) -> None:
     if "state_dict" in given:
         state = given["state_dict"]
     elif "name" in given:
-        state = {**state, str(given["name"]): given["value"]}
+        state = {**state, shown(given["name"]): given["value"]}
     opt.load_state_dict(state)
 
 

@@ -67,7 +67,7 @@ def test_seeds_are_counted_from_the_runs_own():
     assert list(found)[:2] == ["ddp,seed=7", "ddp,seed=8"]
     assert [settings.seed for settings in found.values()][:2] == [7, 8]
     assert with_seeds({"palsgd": BASE}, 1) == {"palsgd": BASE}
-    with pytest.raises(ValueError, match="--seeds 0 are none"):
+    with pytest.raises(ValueError, match="seeds=0 must be a whole number >= 1"):
         with_seeds({"palsgd": BASE}, 0)
 
 

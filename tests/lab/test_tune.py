@@ -409,7 +409,7 @@ def test_the_command_writes_the_file_and_says_what_was_chosen(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--trials", 0), "trials=0 is none; use at least 1"),
+        (("--trials", 0), "trials=0 must be a whole number >= 1"),
         (("--out", "tuned"), "--out tuned is no YAML file; give for instance tuned/tuned.yaml"),
         (("--methods", "ddq"), "ddq"),
         (("--steps", 20), "20 gradients are too few for warmup_steps=40"),

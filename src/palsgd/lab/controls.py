@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from palsgd import registry
+from palsgd.lab import workloads
 from palsgd.lab.groups import Group
 from palsgd.lab.methods import baseline, method_of, plain_local
 from palsgd.lab.programs import Program, program, settings_in
 from palsgd.lab.settings import FIELDS, IN_EPOCHS, Settings
-from palsgd.lab.workloads import kind
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _accumulated(settings: Settings) -> Settings:
     assert whole.steps is not None
     if every == 1:
         raise ValueError("with sync_every=1 it is the baseline itself")
-    batch, examples = settings.batch_size * every, kind(settings.workload).examples
+    batch, examples = settings.batch_size * every, workloads.examples(settings.workload)
     if settings.workers * batch > examples:
         raise ValueError(
             f"{settings.workers} workers with {every} batches of {settings.batch_size} take "
@@ -94,7 +94,7 @@ def _fixed_interval(settings: Settings) -> int:
 
 def _in_steps(settings: Settings) -> Settings:
     """Settings whose lengths are given in steps, as config.yaml has them."""
-    found = settings.in_steps(kind(settings.workload).examples)
+    found = settings.in_steps(workloads.examples(settings.workload))
     return found.changed({in_epochs: FIELDS[in_epochs].default for _, in_epochs in IN_EPOCHS})
 
 

@@ -1,6 +1,6 @@
 """The methods that the lab selects by the fields of their rows, never by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -33,8 +33,11 @@ def default_names() -> tuple[str, ...]:
 def whole_names(names: Iterable[str]) -> tuple[str, ...]:
     """The names as settings have them. Methods of a user's own are imported, so that their settings
     are known."""
-    if not isinstance(names, Iterable) or isinstance(names, str | bytes | Mapping):
-        raise ValueError(f"methods={in_error(names)} must be a list of names, such as ['ddp']")
+    try:
+        names = list(names)
+    except TypeError:
+        given = in_error(names)
+        raise ValueError(f"methods={given} must be a list of names, such as ['ddp']") from None
     names = [check_text("the name of a method", name) for name in names]
     return tuple(name if name in registry.names() else registry.row(name).name for name in names)
 

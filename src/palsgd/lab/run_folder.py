@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from palsgd import registry
+from palsgd.checks import in_error
 from palsgd.json_files import json_value, read_json_object, read_text
 from palsgd.lab.atomic import PART, atomic_path, atomic_write
 from palsgd.lab.methods import is_baseline
+from palsgd.lab.run_fields import check_config, check_summary
 from palsgd.lab.worker_changes import changes_in, said_of
 from palsgd.lab.yaml_files import read_yaml, yaml_text
 
@@ -39,7 +41,8 @@ _OLD = "old"  # how names of files and folders that were set aside go on, before
 _ALWAYS = ("step", "gradient_steps", "bytes_sent")
 _MOST_BYTES = 2**30  # of lines; a run of a million steps has some ten million
 _AGAIN = "delete the line or run again"
-_SOMETIMES = ("time_s", "loss", "metric", "train_loss", "agreement", "lr")
+_SOMETIMES = ("time_s", "loss", "metric", "train_loss", "train_metric", "agreement", "lr",
+              "simulation_s", "syncs")  # fmt: skip
 
 
 class RunFolder:
@@ -367,6 +370,9 @@ def _metrics_problem(line: Any) -> str | None:
     for key in _SOMETIMES:
         if not (line.get(key) is None or _is_number(line[key])):
             return f"{key} is {line[key]!r:.60}, not a number or null"
+    distances = line.get("distance") or []
+    if not isinstance(distances, list) or not all(map(_is_number_or_null, distances)):
+        return f"distance is {distances!r:.60}, not a list of numbers"
     return None
 
 
@@ -383,6 +389,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
 def _read_config(path: Path) -> Record:
     if not path.exists():
         raise ValueError(f"{path} is missing: {path.parent} is not a whole run; leave it out")
@@ -393,18 +403,27 @@ def _read_config(path: Path) -> Record:
             raise ValueError(f"{path} has no {key!r}; {fix}")
     if config.get("schema", SCHEMA) != SCHEMA:
         raise ValueError(
-            f"{path} has schema {config['schema']}, this palsgd reads {SCHEMA}; "
+            f"{path} has schema {in_error(config['schema'])}, this palsgd reads {SCHEMA}; "
             "use the version that wrote it"
         )
     try:
         changes_in(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {fix}") from None
-    return config
+    return _checked(path, config, check_config, fix)
 
 
 def _read_summary(path: Path) -> Record:
-    return read_json_object(path, fix="delete it to show the run as unfinished")
+    fix = "delete it to show the run as unfinished"
+    return _checked(path, read_json_object(path, fix=fix), check_summary, fix)
+
+
+def _checked(path: Path, values: Record, check: Callable[[Record], None], fix: str) -> Record:
+    try:
+        check(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {fix}") from None
+    return values
 
 
 def _usual_order(run: Run) -> tuple[Any, ...]:

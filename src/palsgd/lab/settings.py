@@ -392,6 +392,13 @@ def _flag(name: str, text: str) -> bool:
     return words[text.lower()]
 
 
+def check_kinds(values: Mapping[str, Any]) -> None:
+    """Raise a ValueError for a value of another kind than its field's, as a file may have it."""
+    for name, kinds in _field_kinds().items():
+        if name in values:
+            _of_kind(name, values[name], kinds)
+
+
 def _of_kind(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     """The value, if it is of one of the kinds that its field has."""
     if value is None and type(None) in kinds:

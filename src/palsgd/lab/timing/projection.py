@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from palsgd.checks import check_int
+from palsgd.checks import check_int, in_error
 from palsgd.cluster import Cluster, Projection, TimeSimulation, Work
 from palsgd.cluster.gradient_counts import Counts, Expected
 from palsgd.lab import workloads
@@ -63,7 +63,8 @@ def projected_pace(
     settings = settings_in(config)
     if settings is None:
         raise ValueError(
-            f"the settings of {config.get('method')} on {config.get('workload')} are not of this "
+            f"the settings of {in_error(config.get('method'))} on "
+            f"{in_error(config.get('workload'))} are not of this "
             "palsgd, so its runs cannot be projected; leave them out"
         )
     ahead = _forecast(settings, config.get("parameters"))
@@ -97,7 +98,7 @@ def _forecast(settings: Settings, parameters: Any) -> Forecast:
             f"the size of {settings.workload}'s model is not known; its config.yaml has no "
             "`parameters`"
         )
-    return forecast(settings, model=model, examples=None if here else 0)
+    return forecast(settings, model=model, examples=workloads.examples(settings.workload))
 
 
 def work_of(ahead: Forecast) -> Work:

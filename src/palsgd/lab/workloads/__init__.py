@@ -50,6 +50,12 @@ def known(name: str) -> bool:
     return name in names() or references.known(name)
 
 
+def examples(name: str) -> int:
+    """Of the published training data; 0 where they are not known, also of a workload that is only
+    named in a file."""
+    return kind(name).examples if known(name) else 0
+
+
 def load(
     name: str,
     *,
