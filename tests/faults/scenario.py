@@ -62,7 +62,7 @@ class LibraryRuns:
             order = library_run.Order(
                 scenario=self.name, folder=self.saves(place), notes=noted, store=store,
                 timeout_s=patient(TIMEOUT_S), interface="eth0" if networks else "lo",
-                resume=resume, fault=fault,
+                resume=resume, fault=fault, save_every=_save_every(fault),
             )  # fmt: skip
             started = crew.start(order, range(2), networks=networks)
             ended = crew.wait(started, limit_s=patient(LIMIT_S), when_stopped=waking(fault))
@@ -165,6 +165,12 @@ def _links(fault: Fault | None) -> Iterator[list[str]]:
     others = {} if theirs is None else {fault.victim: theirs}
     with Network(2, others=others, seed=fault.seed) as network:
         yield [network.namespace(worker) for worker in range(2)]
+
+
+def _save_every(fault: Fault | None) -> int:
+    """Where a worker is silent, the exchange in which the others wait is to be a sync, not a save."""
+    silent = fault is not None and fault.kind.endswith("for good")
+    return 3 * library_run.SAVE_EVERY if silent else library_run.SAVE_EVERY
 
 
 def waking(fault: Fault | None, second: Any = None) -> Any:
