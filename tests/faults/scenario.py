@@ -168,7 +168,7 @@ def _links(fault: Fault | None) -> Iterator[list[str]]:
 
 
 def _save_every(fault: Fault | None) -> int:
-    """Where a worker is silent, the exchange in which the others wait is to be a sync, not a save."""
+    """Where a worker is silent, the others are to wait for it in a sync, not in a save."""
     silent = fault is not None and fault.kind.endswith("for good")
     return 3 * library_run.SAVE_EVERY if silent else library_run.SAVE_EVERY
 
