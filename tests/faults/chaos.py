@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,15 @@ def main() -> None:
     given = _arguments()
     faults = [Fault.of(seed) for seed in given.only or range(given.seed, given.seed + given.count)]
     able = [fault for fault in faults if os.geteuid() == 0 or not KINDS[fault.kind].needs_root]
-    began, records = time.monotonic(), []
-    for record in _tried(able, given.jobs):
-        records.append(record)
-        if given.only or given.verbose or record["outcome"] not in _good():
-            print(record["text"], flush=True)
+    began, records = time.monotonic(), list[dict[str, Any]]()
+    try:
+        for record in _tried(able, given.jobs):
+            records.append(record)
+            if given.only or given.verbose or record["outcome"] not in _good():
+                print(record["text"], flush=True)
+    except KeyboardInterrupt:
+        print(f"stopped after {len(records)} of {len(able)}")
+    records.sort(key=lambda record: record["fault"]["seed"])
     tally = tallied(records)
     print(shown(tally, left_out=len(faults) - len(able)))
     if given.out:
@@ -75,7 +79,7 @@ def _bad() -> tuple[str, ...]:
 
 
 def _tried(faults: list[Fault], jobs: int) -> Iterator[dict[str, Any]]:
-    """The records, in the order of the faults. Twins are trained once, before processes fork."""
+    """The records, as they come. Twins are trained once, before processes fork."""
     preload()
     from faults.scenario import twin
 
@@ -85,8 +89,12 @@ def _tried(faults: list[Fault], jobs: int) -> Iterator[dict[str, Any]]:
     if jobs == 1:
         yield from map(_one, faults)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
-        yield from pool.map(_one, faults)
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("fork"))
+    try:
+        for done in as_completed([pool.submit(_one, fault) for fault in faults]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def preload() -> None:
