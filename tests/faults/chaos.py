@@ -48,7 +48,8 @@ def main() -> None:
     print(shown(tally, left_out=len(faults) - len(able)))
     if given.out:
         found = {"machine": machine(), "seconds": round(time.monotonic() - began, 1)}
-        found |= {"command": sys.argv, "tally": tally, "kinds": by_kind(records), "faults": records}
+        found |= {"first_seed": faults[0].seed, "jobs": given.jobs, "patience": factor()}
+        found |= {"tally": tally, "kinds": by_kind(records), "faults": records}
         write(given.out, found)
     sys.exit(any(tally[name] for name in _bad()))
 

@@ -91,7 +91,7 @@ def main() -> None:
     soak = Soak(given.every, given.ends, random.Random(given.seed))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soak.run(Path(folder), 60 * given.minutes)
-    found = soak.record() | {"machine": chaos.machine(), "command": sys.argv}
+    found = soak.record() | {"machine": chaos.machine(), "minutes": given.minutes}
     print(shown(found))
     if given.out:
         chaos.write(given.out, found)
