@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the tests'
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not be forked
 
 from faults.fault import KINDS, PAIRS, Fault
+from support.patience import factor
 
 _TWINS = {"launched": "lab", "elastic": ""}  # an elastic run has one for each round
 

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import palsgd
 from faults import chaos, soak
 from faults.crew import Ended
 from faults.damage import newest
@@ -87,6 +90,33 @@ def test_a_run_that_ends_does_so_in_clear_words_and_resumes_to_the_same_weights(
     record = found(records, kind, scenario)
     assert record["outcome"] == "clean error", record["text"]
     assert record["lost"] == 0
+
+
+def saved_with_nan(folder, on_nonfinite):
+    """Save, spoil worker 1, and try to save again."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = palsgd.DiLoCo(model, inner, sync_every=4, on_nonfinite=on_nonfinite)
+    palsgd.checkpoint.save(folder, model, opt)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.weight.fill_(float("nan"))
+    palsgd.checkpoint.save(folder, model, opt)
+
+
+def test_a_model_with_nan_takes_the_place_of_no_sound_save(world, tmp_path):
+    for outcome in world.outcomes(
+        saved_with_nan, workers=2, folder=str(tmp_path), on_nonfinite="raise"
+    ):
+        assert outcome.error == "NonFiniteError"
+        assert outcome.message.startswith("worker 1 could not save")
+    assert [saved.path.name for saved in palsgd.checkpoint.find(tmp_path)] == ["step-0"]
+
+
+def test_a_worker_that_will_be_left_out_may_be_saved_with_nan(world, tmp_path):
+    world.run(saved_with_nan, workers=2, folder=str(tmp_path), on_nonfinite="skip")
+    assert len(palsgd.checkpoint.find(tmp_path)) == 2
 
 
 # -- the harness itself --------------------------------------------------------------------------
