@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo demo-picture lint bench mutants fuzz torch-tests clean
+.PHONY: setup test demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
 
 setup: .venv/installed
 
@@ -35,6 +35,15 @@ bench: setup
 # Single-line bugs in the core, and whether the tests find them: half an hour or more.
 mutants: setup
 	$(BIN)/python tests/mutants/run.py
+
+# 300 faults by seed, and what came of each: a quarter of an hour. Some need root, and are left out
+# for others.
+chaos: setup
+	$(BIN)/python tests/faults/chaos.py --count 300 --out runs/chaos.json
+
+# An hour of training with a fault a minute: does anything grow?
+soak: setup
+	$(BIN)/python tests/faults/soak.py --minutes 60 --out runs/soak.json
 
 # Hostile and careless input, and what becomes of it: some ten minutes.
 fuzz: setup

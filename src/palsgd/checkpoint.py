@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from palsgd import step_folders, stored_tree, tensor_files
 from palsgd.agreement import versions
 from palsgd.checks import check_int, warn
+from palsgd.errors import NonFiniteError
 from palsgd.everyone import Everyone
+from palsgd.finite import all_finite
 from palsgd.optimizer import LocalOptimizer
 from palsgd.packing import compact
 from palsgd.replica import unwrapped
@@ -83,6 +85,7 @@ def save(
         RuntimeError: `opt.may_save` is False, so states that the workers save now could not be
             loaded together.
         OSError: a worker could not write. It is raised on all of them, and names the worker.
+        NonFiniteError: the model of a worker has inf or nan, unless `on_nonfinite="skip"`.
 
     Example:
         >>> import tempfile, torch, palsgd
@@ -239,8 +242,21 @@ def _check_may_save(opt: LocalOptimizer) -> None:
         )
 
 
+def _check_finite(opt: LocalOptimizer) -> None:
+    """A run that is resumed with inf or nan ends at its next sync, as the one that saved them does,
+    and saves of it would take the place of those that are sound."""
+    worker = opt._worker
+    if worker.warmup.guard.skip_nonfinite or all_finite(worker.inner.replica.local()):
+        return
+    raise NonFiniteError(
+        f"its model has inf or nan at clock {opt.clock}; lower the learning rate or clip "
+        "gradients, and go on from the newest save"
+    )
+
+
 def _survey(folder: Path, opt: LocalOptimizer) -> dict[str, Any]:
     """What all ranks must know of each other's disks and clocks to agree on a name."""
+    _check_finite(opt)
     step_folders.make(folder)
     step_folders.remove_parts(folder)
     found = find(folder)

@@ -7,9 +7,12 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from palsgd.announcements import announced, sent_from
+from palsgd.errors import NonFiniteError
 from palsgd.local_optimizer import LocalOptimizer
 
-_KINDS: dict[str, type[Exception]] = {"OSError": OSError, "ValueError": ValueError}
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (OSError, ValueError, NonFiniteError)
+}
 
 
 class Everyone:

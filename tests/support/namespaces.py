@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from palsgd.lab.links import unavailable
+from palsgd.lab.links.kernel import NAMESPACES
 from support.world import World
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -70,6 +71,13 @@ def _another_network() -> Iterator[None]:
             yield
         finally:
             _check(kernel.setns(own.fileno(), _NEW_NETWORK))
+
+
+def enter_network(namespace: str) -> None:
+    """Move this process into a network namespace that has a name."""
+    kernel = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / namespace).open() as place:
+        _check(kernel.setns(place.fileno(), _NEW_NETWORK))
 
 
 def _check(failed: int) -> None:

@@ -87,6 +87,10 @@ class Network:
     def address(self, worker: int) -> str:
         return self._address(worker + 1)
 
+    def namespace(self, worker: int) -> str:
+        """The name that `ip netns exec` knows the worker's place by."""
+        return self._inside[worker]
+
     def run(
         self,
         command: Sequence[str],
