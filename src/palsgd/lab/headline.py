@@ -10,21 +10,28 @@ from palsgd.lab.comparison import Comparison, Final, ToTarget, seconds_noise
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval
 from palsgd.lab.judging.speedup import speed_up
+from palsgd.lab.verdicts import judged, mixes, word_for
 
 EQUAL = 0.02  # numbers of gradients that differ by less are called equal
 
 
-def headline(comparison: Comparison, link: str) -> str:
-    """The mixing method beside the baseline, whatever the figures say. The comparison has both, and
-    seconds."""
-    own = next(each for each in comparison.groups if registry.row(each.method).mixes)
-    base = comparison.baseline(own)
-    assert base is not None, "a demo has a run of the baseline"
+def headline(comparison: Comparison) -> str | None:
+    """The mixing method beside the baseline, whatever the figures say. None where one of both is
+    missing, and where their seconds are not those of a link."""
+    own = next((each for each in judged(comparison) if mixes(each)), None)
+    base = None if own is None else comparison.baseline(own)
+    if own is None or base is None:
+        return None
+    pace, theirs = comparison.paces[own], comparison.paces[base]
     finals = {row.group: row for row in comparison.finals()}
-    row = next(row for row in comparison.to_target() if row.group is own)
+    row = next((row for row in comparison.to_target() if row.group is own), None)
+    if pace is None or theirs is None or pace.link is None or row is None:
+        return None
+    if finals[own].difference is None:  # no seed in common
+        return None
     sent = _ratio(finals[own], finals[base], "bytes_sent")
-    gain, loss = _gain(comparison, row, base), _loss(finals[own], finals[base])
-    return f"Over {link_in_words(link)} {gain}, with {sent:.2g} x the bytes; {loss}."
+    gain, loss = _gain(comparison, row, base), _loss(comparison, finals[own], finals[base])
+    return f"Over {link_in_words(pace.link)} {gain}, with {sent:.2g} x the bytes; {loss}."
 
 
 def link_in_words(link: str) -> str:
@@ -70,10 +77,9 @@ def _sooner(faster: Interval) -> str:
     return f"{1 / faster.value:.2g} x slower (speed-up {faster.value:.2g}{bounds})"
 
 
-def _loss(own: Final, base: Final) -> str:
-    difference, verdict = own.difference, own.verdict
+def _loss(comparison: Comparison, own: Final, base: Final) -> str:
+    difference = own.difference
     assert difference is not None
-    assert verdict is not None
     worse = difference.value >= 0
     ends = sorted(100 * (end if worse else -end) for end in (difference.low, difference.high))
     bounds = f" [{ends[0]:.2g}, {ends[1]:.2g}]" if difference.known else ""
@@ -82,8 +88,7 @@ def _loss(own: Final, base: Final) -> str:
     spent = "at equal examples" if equal else f"with {gradients:.2g} x the gradients"
     return (
         f"it ends {abs(100 * difference.value):.2g}%{bounds} {'above' if worse else 'below'} "
-        f"{_title(base.group)} {spent}: {verdict.word} ({difference.n} seeds, margin "
-        f"{100 * verdict.margin:g}%)"
+        f"{_title(base.group)} {spent}: {word_for(comparison, own.verdict, difference)}"
     )
 
 

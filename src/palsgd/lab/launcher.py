@@ -4,7 +4,6 @@ import builtins
 import functools
 import gc
 import logging
-import math
 import os
 import signal
 import sys
@@ -53,6 +52,7 @@ class Job:
     resume: bool
     quiet: bool
     link: str | None = None  # the emulated one that its workers communicate over
+    trains: bool = True  # False: its steps are timed, and that is all
 
 
 def under_torchrun() -> bool:
@@ -118,11 +118,9 @@ def work(
     wanted: str,
     whole: Whole | None = None,
     link: str | None = None,
-    within_s: float = math.inf,
 ) -> None:
     """Time and run the jobs in a worker process. `whole` is what they are part of, `link` the
-    emulated one between the workers. Jobs that would take more than `within_s` in all are timed
-    only."""
+    emulated one between the workers."""
     interrupts.leave_to_parent()
     if sys.platform == "linux":  # by default a launcher that is killed leaves its workers running
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
@@ -134,9 +132,7 @@ def work(
     try:
         jobs = _as_rank_0_has_them(jobs)
         time_jobs(jobs, device, loaded, link)
-        if within_s < math.inf:
-            jobs = _as_rank_0_has_them(affordable(jobs, within_s))
-        for job in jobs:
+        for job in (job for job in jobs if job.trains):
             try:
                 _work_on(job, device, loaded, whole)
             except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
@@ -172,19 +168,6 @@ def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
     for job in jobs:
         found.setdefault(key(job), []).append(job)
     return list(found.values())
-
-
-def affordable(jobs: list[Job], within_s: float) -> list[Job]:
-    """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
-    found = []
-    for job in jobs:
-        session = record.session_of(job.folder)
-        pace = None if session is None else session.pace(job.folder.name)
-        seconds = 0.0 if pace is None else pace.seconds(job.settings.steps or 0)
-        if seconds <= within_s:
-            found.append(job)
-            within_s -= seconds
-    return found
 
 
 def _work_on(

@@ -1,11 +1,10 @@
-"""Jobs of the lab by workers behind emulated links, or beside them.
+"""Jobs of the lab by workers behind emulated links.
 
 `run` starts the workers; what each of them does is `python -m palsgd.lab.links.job_main ORDER`,
 where ORDER is a file with the jobs.
 """
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -16,7 +15,6 @@ from palsgd.lab.forecast import work_of
 from palsgd.lab.launcher import Job, work
 from palsgd.lab.links.link import Link
 from palsgd.lab.links.network import Network
-from palsgd.lab.links.processes import run_on_loopback
 from palsgd.lab.run_folder import write_json
 from palsgd.lab.settings import Settings
 from palsgd.progress import Whole
@@ -24,16 +22,12 @@ from palsgd.progress import Whole
 TIMEOUT_S = 3600.0
 
 
-def run(
-    jobs: list[Job], device: str, link: str | None = None, *, within_s: float | None = None
-) -> None:
-    """Time the jobs over the link, each worker in a namespace of its own, and train those for which
-    `within_s` is enough. Without a link the workers use loopback, and let others go first."""
+def run(jobs: list[Job], device: str, link: str) -> None:
+    """Time and run the jobs over the link, each worker in a namespace of its own."""
     order: dict[str, Any] = {
         "jobs": [vars(job) | _as_text(job) | {"link": link} for job in jobs],
         "device": device,
         "link": link,
-        "within_s": within_s,
         "command": sys.argv,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -41,9 +35,6 @@ def run(
         write_json(path, order)
         command = [sys.executable, "-m", "palsgd.lab.links.job_main", str(path)]
         workers, echo = jobs[0].settings.processes, not jobs[0].quiet
-        if link is None:
-            run_on_loopback(command, workers, timeout=TIMEOUT_S, echo=echo)
-            return
         with Network(workers, Link.parse(link)) as network:
             network.run(command, timeout=TIMEOUT_S, echo=echo)
 
@@ -70,11 +61,8 @@ def main() -> None:
         )
         for each in order["jobs"]
     ]
-    if order["link"] is None:
-        os.nice(5)
-    within_s = math.inf if order["within_s"] is None else order["within_s"]
     whole = Whole(runs=len(jobs), work=work_of(job.settings for job in jobs))
-    work(jobs, order["device"], whole, order["link"], within_s)
+    work(jobs, order["device"], whole, order["link"])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Timed:
     averaging: list[list[float]] | None  # a step that averages gradients, by PARTS
     local: list[list[float]] | None  # a step of the local phase, a share of a sync included
     mixing_s: float  # a mixing step
+    # what each worker did when, as in timeline.jsonl, where that was recorded
+    spans: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ class Session:
             if rows is not None
         }
         warmup = np.inf if timed.warmup is None else timed.warmup
-        return Pace(kind="measured", source=self.source, warmup=warmup, **steps)
+        return Pace(kind="measured", source=self.source, warmup=warmup, link=self.link, **steps)
 
     @property
     def source(self) -> str:
