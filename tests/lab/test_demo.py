@@ -16,6 +16,7 @@ from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
 from palsgd.lab.headline import headline, link_in_words
 from palsgd.lab.links.kernel import NAMESPACES
+from palsgd.lab.report.time_panels import timelines
 from palsgd.lab.run_folder import find_runs
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
@@ -50,7 +51,12 @@ def made_up(folder, *, worse=1.0, ddp_s=0.4, own_s=0.1, gradients=1.0, spread=0.
         ddp = method == "ddp"
         return Timed(runs=tuple(f"{method},seed={seed}" for seed in (1, 2, 3)), step_s=[0.01] * 3,
                      warmup=None if ddp else 0, averaging=rows if ddp else None,
-                     local=None if ddp else rows, mixing_s=0.0)  # fmt: skip
+                     local=None if ddp else rows, mixing_s=0.0,
+                     spans=[span("gradient", 0.0, 0.1), span("sync", 0.1, 0.1 + seconds)],
+                     )  # fmt: skip
+
+    def span(kind, start, end):
+        return {"worker": 0, "kind": kind, "start_s": start, "end_s": end}
 
     programs = timed("ddp", ddp_s), timed("palsgd", own_s)
     record.add(folder, Session(link=link, backend="gloo", machine="a machine", repetitions=3,
@@ -61,7 +67,7 @@ def made_up(folder, *, worse=1.0, ddp_s=0.4, own_s=0.1, gradients=1.0, spread=0.
 def test_the_headline_states_speed_up_bytes_and_the_difference_of_the_ends_with_its_word(tmp_path):
     # the target is DDP's final loss plus 1%: palsgd, 0.4% above DDP's curve, needs a little longer
     found = headline(made_up(tmp_path, worse=1.004))
-    assert found.startswith("Over 100mbit with 20ms PALSGD reaches DDP's loss 4")
+    assert found.startswith("Over 100 Mbit/s with 20 ms PALSGD reaches DDP's loss 4")
     assert "faster, with 0.1 x the bytes" in found
     assert re.search(r"it ends 0\.4% \[[^]]+\] above DDP at equal examples: equivalent", found)
     assert found.endswith("(3 paired seeds, margin 1%).")
@@ -99,9 +105,26 @@ def test_the_headline_is_the_first_line_of_terminal_and_page(tmp_path):
     said = palsgd("report", tmp_path, "--out", tmp_path / "page.html")
     assert said.code == 0, said.err
     assert said.out.startswith(found)
-    page = (tmp_path / "page.html").read_text()
-    assert f'<p class="headline">{html.escape(found)}</p>' in page
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert f'<p class="headline">{found}</p>' in page
     assert page.index('headline">') < page.index("<h1>")
+
+
+def test_what_was_recorded_over_the_link_is_shown_of_all_methods_on_one_axis(tmp_path):
+    groups = made_up(tmp_path, worse=1.1).groups
+    drawn = {}
+
+    def plot(draw, name, title, methods):
+        drawn.update(methods)
+        return draw(name, title, methods, None)
+
+    panel = timelines(groups, plot)
+    assert f"over a link of {demo.LINK}" in panel.caption
+    assert list(drawn) == [
+        "ddp: 1 steps, an exchange at each",
+        "palsgd: 1 syncs, 64 steps apart",
+    ]
+    assert [bars[0][-1][2] for bars in drawn.values()] == pytest.approx([0.5, 0.2])
 
 
 def test_runs_that_are_equal_line_by_line_are_said_to_be_the_same_program(tmp_path):
@@ -109,8 +132,10 @@ def test_runs_that_are_equal_line_by_line_are_said_to_be_the_same_program(tmp_pa
 
 
 def test_a_link_is_said_with_its_rate_first():
-    assert link_in_words("100mbit,20ms") == "100mbit with 20ms"
-    assert link_in_words("1gbit") == "1gbit"
+    assert link_in_words("100mbit,20ms") == "100 Mbit/s with 20 ms"
+    assert link_in_words("1gbit") == "1 Gbit/s"
+    assert link_in_words("500kbit, 1s") == "500 kbit/s with 1 s"
+    assert link_in_words("2.5gbit,20ms,step=50ms") == "2.5 Gbit/s with 20 ms, step=50ms"
 
 
 def test_the_demo_fixes_seeds_and_tuned_settings():
@@ -149,7 +174,7 @@ def test_where_no_link_can_be_emulated_the_measured_steps_are_projected_and_it_s
     assert session.link is None
     found = Comparison(group(find_runs([tmp_path / "out"])), "10mbit,5ms")
     assert {pace.kind for pace in found.paces.values()} == {"projected"}
-    assert headline(found).startswith("Over 10mbit with 5ms PALSGD")
+    assert headline(found).startswith("Over 10 Mbit/s with 5 ms PALSGD")
 
 
 @needs_namespaces

@@ -1,6 +1,7 @@
 """Gain and loss of the mixing method over a link, in one sentence from the figures."""
 
 import math
+import re
 from statistics import fmean
 
 import numpy as np
@@ -35,8 +36,15 @@ def headline(comparison: Comparison) -> str | None:
 
 
 def link_in_words(link: str) -> str:
-    rate, *rest = (part.strip() for part in link.split(","))
+    """`100mbit,20ms` as 100 Mbit/s with 20 ms."""
+    rate, *rest = (_with_unit(part.strip()) for part in link.split(","))
     return f"{rate} with {', '.join(rest)}" if rest else rate
+
+
+def _with_unit(part: str) -> str:
+    if found := re.fullmatch(r"([\d.]+)([kmg]?)bit", part, re.IGNORECASE):
+        return f"{found[1]} {found[2].upper() if found[2] in 'mgMG' else 'k'}bit/s"
+    return re.sub(r"^([\d.]+)(?=[a-z]+$)", r"\1 ", part)
 
 
 def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
@@ -70,11 +78,15 @@ def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) 
 def _sooner(faster: Interval) -> str:
     bounds = ""
     if faster.n > 1 and math.isfinite(faster.low):  # some draws of the seeds may never arrive
-        high = f"{faster.high:.2g}" if math.isfinite(faster.high) else "no bound"
-        bounds = f" [{faster.low:.2g}, {high}]"
+        # of 0: in some draws it never arrives itself
+        low, high = (
+            _number(end) if end and math.isfinite(end) else "no bound"
+            for end in (faster.low, faster.high)
+        )
+        bounds = f" [{low}, {high}]"
     if faster.value >= 1:
-        return f"{faster.value:.2g} x{bounds} faster"
-    return f"{1 / faster.value:.2g} x slower (speed-up {faster.value:.2g}{bounds})"
+        return f"{_number(faster.value)} x{bounds} faster"
+    return f"{_number(1 / faster.value)} x slower (speed-up {_number(faster.value)}{bounds})"
 
 
 def _loss(comparison: Comparison, own: Final, base: Final) -> str:
@@ -82,12 +94,12 @@ def _loss(comparison: Comparison, own: Final, base: Final) -> str:
     assert difference is not None
     worse = difference.value >= 0
     ends = sorted(100 * (end if worse else -end) for end in (difference.low, difference.high))
-    bounds = f" [{ends[0]:.2g}, {ends[1]:.2g}]" if difference.known else ""
+    bounds = f" [{_number(ends[0])}, {_number(ends[1])}]" if difference.known else ""
     gradients = _ratio(own, base, "gradient_steps")
     equal = abs(gradients - 1) < EQUAL
     spent = "at equal examples" if equal else f"with {gradients:.2g} x the gradients"
     return (
-        f"it ends {abs(100 * difference.value):.2g}%{bounds} {'above' if worse else 'below'} "
+        f"it ends {_number(abs(100 * difference.value))}%{bounds} {'above' if worse else 'below'} "
         f"{_title(base.group)} {spent}: {word_for(comparison, own.verdict, difference)}"
     )
 
@@ -95,6 +107,11 @@ def _loss(comparison: Comparison, own: Final, base: Final) -> str:
 def _ratio(own: Final, base: Final, key: str) -> float:
     ours, theirs = own.totals[key], base.totals[key]
     return ours / theirs if ours is not None and theirs else float("nan")
+
+
+def _number(value: float) -> str:
+    """Two digits, and all of those before the point."""
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _title(group: Group) -> str:

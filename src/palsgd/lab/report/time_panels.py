@@ -51,7 +51,8 @@ def timelines(groups: list[Group], plot: Drawing) -> Panel | None:
     found: dict[str, dict[int, list[Bar]]] = {}
     for each, known in zip(groups, recorded, strict=True):
         if link in known and len(found) < TIMELINES:
-            found[_named(each)] = dict(list(bars(known[link]).items())[:WORKERS])
+            shown = dict(list(bars(known[link]).items())[:WORKERS])
+            found[_named(each, known[link])] = shown
     title = "What each worker did"
     kinds = {bar[0] for workers in found.values() for each in workers.values() for bar in each}
     return Panel(
@@ -77,9 +78,11 @@ def _recorded(group: Group) -> dict[str | None, list[Line]]:
     return found
 
 
-def _named(group: Group) -> str:
-    """The label, and how often it exchanges something."""
+def _named(group: Group, spans: list[Line]) -> str:
+    """The label, and how often it exchanged something."""
+    first = min(span["worker"] for span in spans)
+    count = sum(span["kind"] == "sync" and span["worker"] == first for span in spans)
     interval = group.settings.get("sync_every")
     if interval is None:
-        return f"{group.label}: an exchange at every step"
-    return f"{group.label}: a sync every {interval} steps"
+        return f"{group.label}: {count} steps, an exchange at each"
+    return f"{group.label}: {count} syncs, {interval} steps apart"

@@ -20,7 +20,7 @@ from palsgd.lab.workload import Workload
 BLOCK_S = 0.2  # about what a block of single steps takes
 LEAST, MOST = 4, 64  # steps of such a block
 ROUND_S = 2.0  # a round that computes for longer is cut short
-HEAD_START_S = 0.1  # in which all processes learn when a recording begins
+HEAD_START_S = 0.5  # in which all processes learn when a recording begins
 
 
 class Block(ABC):
@@ -135,8 +135,9 @@ class RoundBlock(Block):
 
 def _begin_together() -> float:
     """Wait for the instant that counts as zero, and tell how long ago it was. Processes of one
-    machine share a clock, and agree on an instant. Others begin when a barrier opens, which a slow
-    link opens for some a little later."""
+    machine share a clock, and agree on an instant; over a link that is too slow for the head start
+    they begin later than that, each when it has heard of it. Processes of several machines begin
+    when a barrier opens."""
     dist.barrier()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size():
         return 0.0
