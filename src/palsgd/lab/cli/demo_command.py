@@ -43,7 +43,8 @@ def demo(
     print_table([out], shown)
     if reason is not None:
         typer.echo(f"Times are projected on that link, not measured: {reason}.")
-    page = write_report([out], out / "report.html", link=shown)
+    # `palsgd report` writes the figures as files too, which takes several times as long
+    page = write_report([out], out / "report.html", figures=False, link=shown)
     typer.echo(f"results: {out}\nreport: {page}")
     if picture is not None:
         from palsgd.lab.report.screenshot import take_screenshot
