@@ -1,10 +1,12 @@
 """The demo: a slow link, gain and loss in its first line, and nothing left behind."""
 
 import contextlib
+import html
 import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
 from palsgd.lab.headline import headline, link_in_words
 from palsgd.lab.links.kernel import NAMESPACES
+from palsgd.lab.report.time_panels import timelines
 from palsgd.lab.run_folder import find_runs
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
@@ -26,7 +29,8 @@ from support.patience import patient
 STEPS = 100
 
 
-def made_up(folder, *, worse=1.0, ddp_s=0.4, own_s=0.1, gradients=1.0, spread=0.01):
+def made_up(folder, *, worse=1.0, ddp_s=0.4, own_s=0.1, gradients=1.0, spread=0.01,
+            tuned="a file", link=demo.LINK):  # fmt: skip
     """Losses fall by straight lines; those of palsgd are `worse` times DDP's."""
     for seed in (1, 2, 3):
         for method, factor, share in (("ddp", 1.0, 1.0), ("palsgd", worse, gradients)):
@@ -36,7 +40,8 @@ def made_up(folder, *, worse=1.0, ddp_s=0.4, own_s=0.1, gradients=1.0, spread=0.
                           bytes_sent=(1000 if method == "ddp" else 100) * step)
                 for step in range(0, STEPS + 1, 10)
             ]  # fmt: skip
-            settings = Settings(workload="digits", method=method, steps=STEPS, seed=seed)
+            settings = Settings(workload="digits", method=method, steps=STEPS, seed=seed,
+                                tuned=tuned)  # fmt: skip
             place = folder / f"{method},seed={seed}"
             runs.write_files(place, runs.config(settings), lines)
             (place / "summary.json").write_text(json.dumps(runs.summary_of(settings, lines)))
@@ -46,32 +51,37 @@ def made_up(folder, *, worse=1.0, ddp_s=0.4, own_s=0.1, gradients=1.0, spread=0.
         ddp = method == "ddp"
         return Timed(runs=tuple(f"{method},seed={seed}" for seed in (1, 2, 3)), step_s=[0.01] * 3,
                      warmup=None if ddp else 0, averaging=rows if ddp else None,
-                     local=None if ddp else rows, mixing_s=0.0)  # fmt: skip
+                     local=None if ddp else rows, mixing_s=0.0,
+                     spans=[span("gradient", 0.0, 0.1), span("sync", 0.1, 0.1 + seconds)],
+                     )  # fmt: skip
+
+    def span(kind, start, end):
+        return {"worker": 0, "kind": kind, "start_s": start, "end_s": end}
 
     programs = timed("ddp", ddp_s), timed("palsgd", own_s)
-    record.add(folder, Session(link=demo.LINK, backend="gloo", machine="a machine", repetitions=3,
+    record.add(folder, Session(link=link, backend="gloo", machine="a machine", repetitions=3,
                                programs=programs))  # fmt: skip
     return Comparison(group(find_runs([folder])))
 
 
 def test_the_headline_states_speed_up_bytes_and_the_difference_of_the_ends_with_its_word(tmp_path):
     # the target is DDP's final loss plus 1%: palsgd, 0.4% above DDP's curve, needs a little longer
-    found = headline(made_up(tmp_path, worse=1.004), demo.LINK)
-    assert found.startswith("Over 100mbit with 20ms PALSGD reaches DDP's loss 4")
+    found = headline(made_up(tmp_path, worse=1.004))
+    assert found.startswith("Over 100 Mbit/s with 20 ms PALSGD reaches DDP's loss 4")
     assert "faster, with 0.1 x the bytes" in found
     assert re.search(r"it ends 0\.4% \[[^]]+\] above DDP at equal examples: equivalent", found)
-    assert found.endswith("(3 seeds, margin 1%).")
+    assert found.endswith("(3 paired seeds, margin 1%).")
 
 
 def test_equal_curves_have_a_speed_up_of_the_ratio_of_their_steps_seconds(tmp_path):
-    found = headline(made_up(tmp_path, worse=1 + 1e-9, ddp_s=0.6, own_s=0.1), demo.LINK)
+    found = headline(made_up(tmp_path, worse=1 + 1e-9, ddp_s=0.6, own_s=0.1))
     assert "reaches DDP's loss 6 x [6, 6] faster" in found
 
 
 def test_a_loss_is_said_as_plainly_as_a_gain(tmp_path):
-    slower = headline(made_up(tmp_path / "slower", worse=1 + 1e-9, ddp_s=0.1, own_s=0.2), demo.LINK)
+    slower = headline(made_up(tmp_path / "slower", worse=1 + 1e-9, ddp_s=0.1, own_s=0.2))
     assert "2 x slower (speed-up 0.5 [0.5, 0.5])" in slower
-    worse = headline(made_up(tmp_path / "worse", worse=1.2, gradients=0.9), demo.LINK)
+    worse = headline(made_up(tmp_path / "worse", worse=1.2, gradients=0.9))
     assert "PALSGD does not reach DDP's loss in 100 steps" in worse
     # its own final loss is 0.12 (1 + s/100): DDP is there after 97.8 of its 100 steps
     assert "its own final loss, 0.122, it reaches 3.9 x" in worse
@@ -80,25 +90,60 @@ def test_a_loss_is_said_as_plainly_as_a_gain(tmp_path):
 
 def test_a_speed_up_without_an_upper_bound_says_so(tmp_path):
     # the target is DDP's mean over seeds: of the seeds drawn again some never end that low
-    found = headline(made_up(tmp_path, worse=0.9, spread=0.1), demo.LINK)
+    found = headline(made_up(tmp_path, worse=0.9, spread=0.1))
     assert re.search(r"reaches DDP's loss [\d.]+ x \[[\d.]+, no bound\] faster", found)
 
 
+def test_there_is_no_headline_without_a_link_and_no_word_for_what_is_untuned(tmp_path):
+    assert made_up(tmp_path / "no link", worse=1.1, link=None).headline is None
+    untuned = made_up(tmp_path / "untuned", worse=1.1, tuned=None).headline
+    assert untuned.endswith("above DDP at equal examples: untuned, no verdict (3 paired seeds).")
+
+
+def test_the_headline_is_the_first_line_of_terminal_and_page(tmp_path):
+    found = made_up(tmp_path, worse=1.004).headline
+    said = palsgd("report", tmp_path, "--out", tmp_path / "page.html")
+    assert said.code == 0, said.err
+    assert said.out.startswith(found)
+    page = html.unescape((tmp_path / "page.html").read_text())
+    assert f'<p class="headline">{found}</p>' in page
+    assert page.index('headline">') < page.index("<h1>")
+
+
+def test_what_was_recorded_over_the_link_is_shown_of_all_methods_on_one_axis(tmp_path):
+    groups = made_up(tmp_path, worse=1.1).groups
+    drawn = {}
+
+    def plot(draw, name, title, methods):
+        drawn.update(methods)
+        return draw(name, title, methods, None)
+
+    panel = timelines(groups, plot)
+    assert f"over a link of {demo.LINK}" in panel.caption
+    assert list(drawn) == [
+        "ddp: 1 steps, an exchange at each",
+        "palsgd: 1 syncs, 64 steps apart",
+    ]
+    assert [bars[0][-1][2] for bars in drawn.values()] == pytest.approx([0.5, 0.2])
+
+
 def test_runs_that_are_equal_line_by_line_are_said_to_be_the_same_program(tmp_path):
-    assert "PALSGD is the same program as DDP" in headline(made_up(tmp_path), demo.LINK)
+    assert "PALSGD is the same program as DDP" in headline(made_up(tmp_path))
 
 
 def test_a_link_is_said_with_its_rate_first():
-    assert link_in_words("100mbit,20ms") == "100mbit with 20ms"
-    assert link_in_words("1gbit") == "1gbit"
+    assert link_in_words("100mbit,20ms") == "100 Mbit/s with 20 ms"
+    assert link_in_words("1gbit") == "1 Gbit/s"
+    assert link_in_words("500kbit, 1s") == "500 kbit/s with 1 s"
+    assert link_in_words("2.5gbit,20ms,step=50ms") == "2.5 Gbit/s with 20 ms, step=50ms"
 
 
-def test_the_demo_fixes_seeds_and_tuned_settings_and_trains_the_mixing_method_first():
+def test_the_demo_fixes_seeds_and_tuned_settings():
     found = demo.demo_runs()
-    names = list(found)
-    assert len(names) == 4 * demo.SEEDS
-    assert names[0] == f"palsgd,seed={demo.FIRST_SEED}"
-    assert {each.seed for each in list(found.values())[:4]} == {demo.FIRST_SEED}
+    assert len(found) == 4 * demo.SEEDS
+    assert {each.seed for each in found.values()} == {
+        demo.FIRST_SEED + more for more in range(demo.SEEDS)
+    }
     assert {each.split for each in found.values()} == {"test"}
     assert all(each.tuned for each in found.values())
 
@@ -112,8 +157,11 @@ def test_a_link_that_cannot_be_emulated_is_refused_before_anything_is_written(tm
 
 def small(seeds=2):
     tiny = {"steps": 16, "workers": 2, "warmup_steps": 2, "evaluate_every": 8, "sync_every": 4}
-    found = [run for run in demo.demo_runs().items() if run[1].method in ("ddp", "palsgd")]
-    return {name: each.changed(tiny) for name, each in found[: 2 * seeds]}
+    return {
+        name: each.changed(tiny)
+        for name, each in demo.demo_runs().items()
+        if each.method in ("ddp", "palsgd") and each.seed < demo.FIRST_SEED + seeds
+    }
 
 
 def test_where_no_link_can_be_emulated_the_measured_steps_are_projected_and_it_says_so(
@@ -126,11 +174,11 @@ def test_where_no_link_can_be_emulated_the_measured_steps_are_projected_and_it_s
     assert session.link is None
     found = Comparison(group(find_runs([tmp_path / "out"])), "10mbit,5ms")
     assert {pace.kind for pace in found.paces.values()} == {"projected"}
-    assert headline(found, "10mbit,5ms").startswith("Over 10mbit with 5ms PALSGD")
+    assert headline(found).startswith("Over 10 Mbit/s with 5 ms PALSGD")
 
 
 @needs_namespaces
-def test_over_an_emulated_link_all_runs_are_timed_and_all_are_trained_somewhere(tmp_path):
+def test_over_an_emulated_link_all_runs_are_timed_and_recorded_and_all_are_trained(tmp_path):
     reason = demo.run_demo(tmp_path / "out", "10mbit,5ms", run_set.Options(quiet=True), small())
     assert reason is None
     (session,) = record.read(tmp_path / "out")
@@ -138,9 +186,28 @@ def test_over_an_emulated_link_all_runs_are_timed_and_all_are_trained_somewhere(
     found = Comparison(group(find_runs([tmp_path / "out"])))
     assert {pace.kind for pace in found.paces.values()} == {"measured"}
     assert {len(each.finished) for each in found.groups} == {2}
-    # DDP sends at every step, each of at least a round trip
+    # DDP sends at every step, each of at least a round trip, and that is what its workers did
     ddp = next(pace for each, pace in found.paces.items() if each.is_baseline)
     assert ddp.seconds(1) > 0.01
+    for name in ("ddp,seed=1", "palsgd,seed=1"):
+        spans = session.program(name).spans
+        assert {span["worker"] for span in spans} == {0, 1}
+        assert min(span["start_s"] for span in spans) >= 0
+    exchanging = [s["end_s"] - s["start_s"] for s in session.program("ddp,seed=1").spans
+                  if s["kind"] == "sync"]  # fmt: skip
+    assert min(exchanging) > 0.005
+
+
+@needs_namespaces
+def test_a_demo_that_is_forced_is_timed_and_trained_anew_and_a_resumed_one_is_not(tmp_path):
+    out = tmp_path / "out"
+    quiet = run_set.Options(quiet=True)
+    demo.run_demo(out, "10mbit,5ms", quiet, small())
+    before = (out / "timing.json").read_bytes()
+    demo.run_demo(out, "10mbit,5ms", replace(quiet, resume=True), small())
+    assert (out / "timing.json").read_bytes() == before
+    demo.run_demo(out, "10mbit,5ms", replace(quiet, force=True), small())
+    assert (out / "timing.json").read_bytes() != before
 
 
 def offspring() -> list[int]:

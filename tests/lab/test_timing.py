@@ -1,5 +1,6 @@
 """Seconds: from measurements in turn or from the cluster's model, and never from a simulation."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -285,7 +286,7 @@ def measured(runs_to_time, turns):
     try:
         for kind, take in zip(kinds, takes, strict=True):
             kind.take = note(kind.__name__, take)
-        found = measure(runs_to_time, workloads.load("digits"), turns=turns)
+        found = measure(runs_to_time, workloads.load("digits"), turns=turns, link=LINK)
     finally:
         dist.all_reduce = all_reduce
         for kind, take in zip(kinds, takes, strict=True):
@@ -342,6 +343,36 @@ def test_ddp_has_parts_that_add_up_and_a_local_method_its_gradients_mixing_and_s
     assert np.all(local[:, 0] > 0)
     assert local[:, 2:].sum() > 0
     assert all(found == session for found, _ in two_processes)
+
+
+def test_what_each_worker_did_is_recorded_from_one_instant_on(two_processes):
+    session, _ = two_processes[0]
+    for name, syncs in (("ddp", blocks.LEAST), ("diloco,seed=1", timeline.ROUNDS)):
+        spans = session.program(name).spans
+        assert {span["kind"] for span in spans} <= {"gradient", "mixing", "wait", "sync"}
+        for worker in (0, 1):
+            own = sorted((s["start_s"], s["end_s"]) for s in spans if s["worker"] == worker)
+            assert 0 <= own[0][0] < own[-1][1]
+            assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(own))
+            exchanged = [s for s in spans if s["worker"] == worker and s["kind"] == "sync"]
+            assert len(exchanged) >= syncs
+
+
+def test_nothing_is_recorded_where_training_records_it(world):
+    wanted = {"ddp": timing_settings(method="ddp"), "diloco": timing_settings(method="diloco")}
+    session = world.run(measured_here, workers=2, runs_to_time=wanted)[0]
+    assert [timed.spans for timed in session.programs] == [[], []]
+
+
+def measured_here(runs_to_time):
+    return measure(runs_to_time, workloads.load("digits"), turns=1)
+
+
+def test_simulated_runs_whose_steps_were_timed_have_those_seconds(tmp_path):
+    for groups in (real(tmp_path / "real", link=LINK), real(tmp_path / "so", LINK, simulated=True)):
+        found = by_method(paces(groups))
+        assert found["ddp"].seconds(100) == pytest.approx(100 * 0.4)
+        assert {(pace.kind, pace.link) for pace in found.values()} == {("measured", LINK)}
 
 
 def test_only_numbers_of_steps_per_round_are_timed_and_other_rounds_count_by_their_own_clocks():

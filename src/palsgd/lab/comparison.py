@@ -76,6 +76,7 @@ class Comparison:
     `quality`: the figure that is judged (a key of metrics.jsonl, its name, whether more is better).
     `target`: the Target, where all groups have one in common, else None; `target_of(group)` has
     that of each scale. A scale is what makes runs comparable: equal K, batch and data.
+    `headline`: gain and loss over a link in one sentence; None where there is no link.
     `verdicts`: sentences with their numbers and intervals, the most important first.
     `curve(group)`: its QualityCurve (less is better: a metric of which more is better is negated),
     or None before anything was evaluated; axes are AXES, `time_s` only where seconds are known.
@@ -256,6 +257,12 @@ class Comparison:
             if np.isfinite(ratio.ratio[0]):
                 found[axis] = _interval(ratio.ratio[0], ratio.low[0], ratio.high[0], ratio.pairs)
         return found
+
+    @cached_property
+    def headline(self) -> str | None:
+        from palsgd.lab.headline import headline  # it asks this class for every number
+
+        return headline(self)
 
     @cached_property
     def verdicts(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Gain and loss of the mixing method over a link, in one sentence from the figures."""
 
 import math
+import re
 from statistics import fmean
 
 import numpy as np
@@ -10,26 +11,40 @@ from palsgd.lab.comparison import Comparison, Final, ToTarget, seconds_noise
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval
 from palsgd.lab.judging.speedup import speed_up
+from palsgd.lab.verdicts import judged, mixes, word_for
 
 EQUAL = 0.02  # numbers of gradients that differ by less are called equal
 
 
-def headline(comparison: Comparison, link: str) -> str:
-    """The mixing method beside the baseline, whatever the figures say. The comparison has both, and
-    seconds."""
-    own = next(each for each in comparison.groups if registry.row(each.method).mixes)
-    base = comparison.baseline(own)
-    assert base is not None, "a demo has a run of the baseline"
+def headline(comparison: Comparison) -> str | None:
+    """The mixing method beside the baseline, whatever the figures say. None where one of both is
+    missing, and where their seconds are not those of a link."""
+    own = next((each for each in judged(comparison) if mixes(each)), None)
+    base = None if own is None else comparison.baseline(own)
+    if own is None or base is None:
+        return None
+    pace, theirs = comparison.paces[own], comparison.paces[base]
     finals = {row.group: row for row in comparison.finals()}
-    row = next(row for row in comparison.to_target() if row.group is own)
+    row = next((row for row in comparison.to_target() if row.group is own), None)
+    if pace is None or theirs is None or pace.link is None or row is None:
+        return None
+    if finals[own].difference is None:  # no seed in common
+        return None
     sent = _ratio(finals[own], finals[base], "bytes_sent")
-    gain, loss = _gain(comparison, row, base), _loss(finals[own], finals[base])
-    return f"Over {link_in_words(link)} {gain}, with {sent:.2g} x the bytes; {loss}."
+    gain, loss = _gain(comparison, row, base), _loss(comparison, finals[own], finals[base])
+    return f"Over {link_in_words(pace.link)} {gain}, with {sent:.2g} x the bytes; {loss}."
 
 
 def link_in_words(link: str) -> str:
-    rate, *rest = (part.strip() for part in link.split(","))
+    """`100mbit,20ms` as 100 Mbit/s with 20 ms."""
+    rate, *rest = (_with_unit(part.strip()) for part in link.split(","))
     return f"{rate} with {', '.join(rest)}" if rest else rate
+
+
+def _with_unit(part: str) -> str:
+    if found := re.fullmatch(r"([\d.]+)([kmg]?)bit", part, re.IGNORECASE):
+        return f"{found[1]} {found[2].upper() if found[2] in 'mgMG' else 'k'}bit/s"
+    return re.sub(r"^([\d.]+)(?=[a-z]+$)", r"\1 ", part)
 
 
 def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
@@ -63,33 +78,40 @@ def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) 
 def _sooner(faster: Interval) -> str:
     bounds = ""
     if faster.n > 1 and math.isfinite(faster.low):  # some draws of the seeds may never arrive
-        high = f"{faster.high:.2g}" if math.isfinite(faster.high) else "no bound"
-        bounds = f" [{faster.low:.2g}, {high}]"
+        # of 0: in some draws it never arrives itself
+        low, high = (
+            _number(end) if end and math.isfinite(end) else "no bound"
+            for end in (faster.low, faster.high)
+        )
+        bounds = f" [{low}, {high}]"
     if faster.value >= 1:
-        return f"{faster.value:.2g} x{bounds} faster"
-    return f"{1 / faster.value:.2g} x slower (speed-up {faster.value:.2g}{bounds})"
+        return f"{_number(faster.value)} x{bounds} faster"
+    return f"{_number(1 / faster.value)} x slower (speed-up {_number(faster.value)}{bounds})"
 
 
-def _loss(own: Final, base: Final) -> str:
-    difference, verdict = own.difference, own.verdict
+def _loss(comparison: Comparison, own: Final, base: Final) -> str:
+    difference = own.difference
     assert difference is not None
-    assert verdict is not None
     worse = difference.value >= 0
     ends = sorted(100 * (end if worse else -end) for end in (difference.low, difference.high))
-    bounds = f" [{ends[0]:.2g}, {ends[1]:.2g}]" if difference.known else ""
+    bounds = f" [{_number(ends[0])}, {_number(ends[1])}]" if difference.known else ""
     gradients = _ratio(own, base, "gradient_steps")
     equal = abs(gradients - 1) < EQUAL
     spent = "at equal examples" if equal else f"with {gradients:.2g} x the gradients"
     return (
-        f"it ends {abs(100 * difference.value):.2g}%{bounds} {'above' if worse else 'below'} "
-        f"{_title(base.group)} {spent}: {verdict.word} ({difference.n} seeds, margin "
-        f"{100 * verdict.margin:g}%)"
+        f"it ends {_number(abs(100 * difference.value))}%{bounds} {'above' if worse else 'below'} "
+        f"{_title(base.group)} {spent}: {word_for(comparison, own.verdict, difference)}"
     )
 
 
 def _ratio(own: Final, base: Final, key: str) -> float:
     ours, theirs = own.totals[key], base.totals[key]
     return ours / theirs if ours is not None and theirs else float("nan")
+
+
+def _number(value: float) -> str:
+    """Two digits, and all of those before the point."""
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _title(group: Group) -> str:

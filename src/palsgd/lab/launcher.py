@@ -205,9 +205,7 @@ def work(order: Order) -> None:
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     jobs = _as_rank_0_has_them(order.jobs)
     time_jobs(jobs, device, loaded, order.link)
-    if order.within_s is not None:
-        jobs = _as_rank_0_has_them(affordable(jobs, order.within_s))
-    for job in jobs:
+    for job in jobs if order.trains else []:
         try:
             _work_on(job, device, loaded, order.whole)
         except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
@@ -243,19 +241,6 @@ def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:
     for job in jobs:
         found.setdefault(key(job), []).append(job)
     return list(found.values())
-
-
-def affordable(jobs: list[Job], within_s: float) -> list[Job]:
-    """The jobs that training takes at most `within_s` for, by what was timed, in their order."""
-    found = []
-    for job in jobs:
-        session = record.session_of(job.folder)
-        pace = None if session is None else session.pace(job.folder.name)
-        seconds = 0.0 if pace is None else pace.seconds(job.settings.steps or 0)
-        if seconds <= within_s:
-            found.append(job)
-            within_s -= seconds
-    return found
 
 
 def _work_on(

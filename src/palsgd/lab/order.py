@@ -50,9 +50,8 @@ class Order:
     device: str
     whole: Whole | None = None  # what the jobs are part of
     link: str | None = None  # the emulated one between the workers
-    within_s: float | None = None  # jobs that would take longer than that in all are timed only
+    trains: bool = True  # False: the steps of the jobs are timed, and that is all
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
-    gives_way: bool = False  # do the workers let other processes of this machine go first?
 
     def write(self, path: Path, command: list[str]) -> None:
         """`command` is the user's, which config.yaml names."""

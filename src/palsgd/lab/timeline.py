@@ -1,5 +1,5 @@
-"""The timeline of a worker, step by step: the first rounds of the local phase, or, where every step
-averages gradients, the first steps."""
+"""The timeline of a worker, step by step: some rounds of the local phase, or, where every step
+averages gradients, some steps."""
 
 import math
 import time
@@ -19,8 +19,9 @@ Span = dict[str, Any]
 
 
 class Timeline:
-    """Spans in training seconds. All workers leave the barrier after an evaluation at the same
-    instant, and there their training seconds are set to the same value."""
+    """Spans in training seconds, of the first rounds or steps that an optimizer takes from here on.
+    All workers leave the barrier after an evaluation at the same instant, and there their training
+    seconds are set to the same value."""
 
     def __init__(self, opt: palsgd.LocalOptimizer):
         self._opt, self._past, self._zero = opt, 0.0, time.perf_counter()
@@ -30,6 +31,7 @@ class Timeline:
         self._synced: dict[str, Any] | None = None  # the ledger's line of this step's last sync
         self._arrived = self._averaged = 0.0  # own gradient computed; the mean of all is there
         self._averages = math.isinf(opt.schedule.warmup)
+        self._last_step, self._last_round = opt.clock + AVERAGED_STEPS, opt.rounds + ROUNDS
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._note_gradient)
             for group in opt.param_groups
@@ -74,7 +76,7 @@ class Timeline:
     def _add_step(self, end: float) -> None:
         if self._averages:
             self._add_averaged_step(end)
-        elif self._before[2] < ROUNDS and self._in_local_phase():
+        elif self._before[2] < self._last_round and self._in_local_phase():
             self._add_local_step(end)
 
     def _add_local_step(self, end: float) -> None:
@@ -106,8 +108,8 @@ class Timeline:
 
     def _recording(self) -> bool:
         if self._averages:
-            return self._opt.clock <= AVERAGED_STEPS
-        return self._opt.rounds < ROUNDS and self._in_local_phase()
+            return self._opt.clock <= self._last_step
+        return self._opt.rounds < self._last_round and self._in_local_phase()
 
     def _in_local_phase(self) -> bool:
         return not self._opt.schedule.warms_up(self._opt.clock - 1)

@@ -46,10 +46,10 @@ def judged(comparison: "Comparison") -> Iterable[Group]:
     found: dict[tuple[object, ...], Group] = {}
     for group in groups:
         found.setdefault((group.method, *comparison.scale(group)), group)
-    return sorted(found.values(), key=lambda g: (not _mixes(g), comparison.groups.index(g)))
+    return sorted(found.values(), key=lambda g: (not mixes(g), comparison.groups.index(g)))
 
 
-def _mixes(group: Group) -> bool:
+def mixes(group: Group) -> bool:
     return group.method in registry.names() and registry.row(group.method).mixes
 
 
@@ -78,7 +78,7 @@ def _quality(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
             yield (
                 f"{_ends(comparison, group)}, {_distance(comparison, row.difference)} "
                 f"{base.label}'s{_spent(row, finals[base])}: "
-                f"{_word(comparison, row.verdict, row.difference)}."
+                f"{word_for(comparison, row.verdict, row.difference)}."
             )
 
 
@@ -109,7 +109,8 @@ def _spent(row: "Final", base: "Final") -> str:
     return f", with {' and '.join(parts)}" if parts else ""
 
 
-def _word(comparison: "Comparison", verdict: Verdict | None, difference: Interval) -> str:
+def word_for(comparison: "Comparison", verdict: Verdict | None, difference: Interval) -> str:
+    """The word of a difference, and what it rests on; or why there is none."""
     if difference.n < 2:
         return "one seed: no verdict"
     pairs = f"{difference.n} paired seeds"
@@ -203,7 +204,7 @@ def _resolution(row: "ToTarget") -> str:
 
 
 def _cause(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
-    for group in filter(_mixes, judged):
+    for group in filter(mixes, judged):
         there = comparison.controls.get(group, {})
         controls = {kind: twin for kind, twin in there.items() if comparison.final_losses(twin)}
         if controls and group not in comparison.same_programs:
@@ -217,7 +218,7 @@ def _against_best(comparison: "Comparison", group: Group, controls: list[Group])
     difference = comparison.difference(group, best)
     if difference is None:
         return f"{group.label} has no seed in common with its controls: no verdict on mixing."
-    word = _word(comparison, judge(difference, comparison.margin), difference)
+    word = word_for(comparison, judge(difference, comparison.margin), difference)
     return (
         f"Against its best control of {len(controls)}, {best.label}, {group.label} ends "
         f"{_distance(comparison, difference)}: {word}."

@@ -31,8 +31,6 @@ def _work(path: Path) -> int:
         # A namespace looks like a machine of its own; in truth the workers share this one.
         rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
         os.environ |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-        if order.gives_way:
-            os.nice(5)
         try:
             work(order)
         except LeftError:

@@ -30,7 +30,7 @@ def tune(
     methods: Methods = None,
     trials: Annotated[int, typer.Option(help="Points of the search space for each method.")] = 16,
     seeds: Annotated[
-        int, typer.Option(help="With which the two best points of a method are confirmed.")
+        int, typer.Option(help="Of the better half of the points; fresh ones confirm the best two.")
     ] = 4,
     simulate: Annotated[
         bool, typer.Option("--simulate/--processes", help="All workers in this process, or not.")

@@ -4,7 +4,9 @@ from typing import Any
 
 from palsgd.lab.groups import shown, sortable
 from palsgd.lab.run_folder import Run
+from palsgd.lab.timing import record
 from palsgd.lab.timing.pace import NO_LINK
+from palsgd.lab.timing.paces import timed_at
 
 
 def facts(runs: list[Run]) -> list[tuple[str, str]]:
@@ -35,7 +37,14 @@ def notes(runs: list[Run]) -> list[str]:
             f"Simulated, and time is that of a model of the cluster {cluster}: a projection, "
             "no measurement. Steps, gradients and bytes are what real workers would count."
         )
-    if any(run.config.get("simulated") and not run.config.get("cluster") for run in runs):
+    unclear = [run for run in runs if run.config.get("simulated") and not run.config.get("cluster")]
+    timed = [run for run in unclear if record.session_of(timed_at(run)) is not None]
+    if timed:
+        found.append(
+            "Trained by simulated workers, who compute what real ones do; the seconds are those of "
+            "real processes, whose steps were timed."
+        )
+    if len(timed) < len(unclear):
         found.append(
             "Simulated: one process did the work of all workers, so there are no seconds of a "
             f"cluster ({NO_LINK}). Steps, gradients and bytes are what real workers would count."

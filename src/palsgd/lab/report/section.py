@@ -80,6 +80,10 @@ class Section:
         return higher and all(0 <= value <= 1 for value in every if np.isfinite(value))
 
     @property
+    def headline(self) -> str | None:
+        return self.comparison.headline
+
+    @property
     def findings(self) -> list[str]:
         return self.comparison.verdicts
 

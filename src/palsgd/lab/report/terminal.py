@@ -21,8 +21,8 @@ _COLUMNS = ("loss", "metric", "to target", "gradients", "sent", "time")
 
 
 def terminal_table(folders: list[Path], link: str | None = None) -> RenderableType:
-    """Of each workload the verdicts, then a table; seconds are projected on the link if one is
-    given."""
+    """Of each workload the headline and the verdicts, then a table; seconds are projected on the
+    link if one is given."""
     from rich.console import Group as Parts
     from rich.text import Text
 
@@ -31,7 +31,8 @@ def terminal_table(folders: list[Path], link: str | None = None) -> RenderableTy
     for workload in dict.fromkeys(run.workload for run in runs):
         comparison = Comparison(group([run for run in runs if run.workload == workload]), link)
         # Text, not str: rich would read [brackets] as markup.
-        parts += [Text(sentence) for sentence in comparison.verdicts]
+        first = [comparison.headline] if comparison.headline else []
+        parts += [Text(sentence) for sentence in [*first, *comparison.verdicts]]
         parts.append(_table(comparison, references.short(workload)))
     return Parts(*parts)
 

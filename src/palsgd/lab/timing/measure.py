@@ -15,6 +15,7 @@ from palsgd import registry
 from palsgd.lab.device import device_words
 from palsgd.lab.methods import baseline, method_of, plain_local, without_effect
 from palsgd.lab.settings import Settings
+from palsgd.lab.timeline import Span
 from palsgd.lab.timing.blocks import Block, RoundBlock, StepsBlock
 from palsgd.lab.timing.record import Session, Timed
 from palsgd.lab.workload import Workload
@@ -41,7 +42,8 @@ def measure(
     runs: Mapping[str, Settings], workload: Workload, *, link: str | None = None, turns: int = TURNS
 ) -> Session:
     """Time the programs of these runs, all of one workload, on all processes together. `link` is
-    the emulated one that they communicate over."""
+    the emulated one that they communicate over; what each process did is then recorded too, as
+    training may well be done elsewhere."""
     programs = _Programs(workload)
     wanted: dict[tuple[Kind, int], list[str]] = {}
     for name, settings in runs.items():
@@ -49,6 +51,9 @@ def measure(
         programs.add(settings)
         wanted.setdefault((programs.kind(settings), settings.warmup_steps), []).append(name)
     programs.take(turns)
+    if link is not None:
+        programs.record()
+    programs.close()
     return Session(
         link=link,
         backend=str(dist.get_backend()),
@@ -74,6 +79,7 @@ class _Programs:
         self._workload = workload
         self._blocks: dict[Kind, Block] = {}
         self._figures: dict[Kind, Figures] = {}
+        self._spans: dict[Kind, list[Span]] = {}
 
     def add(self, settings: Settings) -> None:
         alone = _alone(settings)
@@ -99,6 +105,16 @@ class _Programs:
         taken = [[block.take() for block in self._blocks.values()] for _ in range(turns)]
         for kind, *rows in zip(self._blocks, *taken, strict=True):
             self._figures[kind] = _over_processes(rows)
+
+    def record(self) -> None:
+        """Of all programs that exchange something."""
+        self._spans = {
+            kind: block.record()
+            for kind, block in self._blocks.items()
+            if block.loop.settings.sync_every != _NEVER
+        }
+
+    def close(self) -> None:
         for block in self._blocks.values():
             block.loop.close()
         self._blocks.clear()
@@ -126,6 +142,7 @@ class _Programs:
             averaging=None if averaging is None else averaging.tolist(),
             local=None if local is None else local.tolist(),
             mixing_s=mixing_s,
+            spans=self._spans.get(self.kind((_local if rounds else _averaging)(settings)), []),
         )
 
 

@@ -26,6 +26,7 @@ class Pace:
     kind: str  # "measured" or "projected"
     source: str  # where the seconds come from, in words
     warmup: float  # steps of the warm-up; math.inf under DDP
+    link: str | None = None  # emulated or projected on; None: the network as it was
     averaging: np.ndarray = field(default_factory=lambda: np.zeros((1, len(PARTS))))
     local: np.ndarray = field(default_factory=lambda: np.zeros((1, len(PARTS))))
 

@@ -26,9 +26,9 @@ def paces(groups: Iterable[Group], link: str | None = None) -> dict[Group, Pace 
     proportion.
 
     Without a link, real processes have what they measured: the blocks in timing.json, else the
-    clocks of the runs themselves, each run a repetition. A simulated group is projected on the
-    cluster that its settings name, and has no pace if they name none. Measured and projected
-    seconds are not compared: where both occur, the projected groups have no pace.
+    clocks of the runs themselves, each run a repetition. A simulated group whose steps nobody timed
+    is projected on the cluster that its settings name, and has no pace if they name none. Measured
+    and projected seconds are not compared: where both occur, the projected groups have no pace.
 
     Seconds from a pace are those of training alone, without evaluations.
     """
@@ -50,7 +50,7 @@ def _batch(group: Group) -> int:
 def _on_link(group: Group, link: str, steps: "_Steps", batch: float) -> Pace | None:
     """`batch` is the group's, in shares of the usual one."""
     run = group.runs[0]
-    place = _timed_at(run)
+    place = timed_at(run)
     session = record.session_of(place)
     if session is not None and session.link == link:
         return session.pace(place.name)
@@ -60,17 +60,19 @@ def _on_link(group: Group, link: str, steps: "_Steps", batch: float) -> Pace | N
 
 def _as_it_was(group: Group) -> Pace | None:
     run = group.runs[0]
-    if run.config.get("simulated"):
-        cluster = run.config.get("cluster")
-        return None if cluster is None else projected_pace(run.config, cluster)
-    place = _timed_at(run)
+    place = timed_at(run)
     session = record.session_of(place)
     # what was timed is a step of the workers that there were then
     changed = any(each.config.get("changes") for each in group.runs)
-    return session.pace(place.name) if session and not changed else _own_clocks(group)
+    if session is not None and not changed:
+        return session.pace(place.name)
+    if run.config.get("simulated"):
+        cluster = run.config.get("cluster")
+        return None if cluster is None else projected_pace(run.config, cluster)
+    return _own_clocks(group)
 
 
-def _timed_at(run: Run) -> Path:
+def timed_at(run: Run) -> Path:
     """The folder of the run itself, or of the one that is the same program and was run instead."""
     own = run.folder.path.resolve()
     return own.with_name(str(run.config.get("same_as") or own.name))
@@ -95,7 +97,7 @@ class _Steps:
     def of(cls, groups: Iterable[Group]) -> "_Steps":
         found: dict[tuple[Any, ...], _Step] = {}
         for run in (run for group in groups for run in group.runs):
-            place = _timed_at(run)
+            place = timed_at(run)
             session = record.session_of(place)
             if session is not None and (timed := session.program(place.name)):
                 ring = {"all_reduce": "gloo"} if session.backend == "gloo" else {}

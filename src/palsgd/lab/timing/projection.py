@@ -83,7 +83,7 @@ def projected_pace(
     source = f"on {link}"
     if steps[0] is not None:
         source += f", with a gradient step of {1e3 * float(np.median(step_s or 0)):.3g} ms"
-    return Pace(kind="projected", source=source, warmup=ahead.schedule.warmup, **phases)
+    return Pace(kind="projected", source=source, warmup=ahead.schedule.warmup, link=link, **phases)
 
 
 def _forecast(settings: Settings, parameters: Any) -> Forecast:

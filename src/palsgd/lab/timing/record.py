@@ -1,7 +1,7 @@
 """timing.json of a collection: what was measured, in which turn, for which runs."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class Timed:
     averaging: list[list[float]] | None  # a step that averages gradients, by PARTS
     local: list[list[float]] | None  # a step of the local phase, a share of a sync included
     mixing_s: float  # a mixing step
+    # what each worker did when, as in timeline.jsonl, where that was recorded
+    spans: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,7 @@ class Session:
             if rows is not None
         }
         warmup = np.inf if timed.warmup is None else timed.warmup
-        return Pace(kind="measured", source=self.source, warmup=warmup, **steps)
+        return Pace(kind="measured", source=self.source, warmup=warmup, link=self.link, **steps)
 
     @property
     def source(self) -> str:

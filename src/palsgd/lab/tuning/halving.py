@@ -1,16 +1,25 @@
-"""Successive halving over seeds: poor points are left early, and good ones are tried again.
+"""Successive halving over seeds: poor points are left early, and the others are tried again.
 
-All points run with one seed, the better half with two, the better half of those with four, and so
-on, until two are left: the finalists. They run again with seeds that had no part in choosing them,
-and the mean over those decides. So the winner's figure is hardly better by luck.
+All points run with half of the seeds, and the better half of them with all. The two best are the
+finalists: they run again with seeds that had no part in choosing them, and those decide. So the
+winner's figure is hardly better by luck. Points are ranked by what an unlucky run of theirs ends
+with, as somebody who trains once gets one seed, and behind all others are those whose seeds end far
+apart: a comparison with such a setting decides nothing. So one lucky seed does not make a winner.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 FINALISTS = 2
+NOISY = 0.05  # of the mean: seeds that deviate by more end far apart
+RULE = (
+    f"of the points whose seeds deviate by at most {100 * NOISY:g}% of their mean, or of all if "
+    "none is so calm, the lowest mean plus standard deviation over seeds, on the held out data: "
+    "of all points with half of the seeds, of the better half with all, of the two best with fresh "
+    "ones"
+)
 # Seeds of a search begin so far above the recipe's, so that no comparison has the same ones.
 SEARCH_SEEDS, FRESH_SEEDS = 10_000, 20_000
 
@@ -32,13 +41,27 @@ class Outcome:
         return self.finalists[0]
 
 
+def unlucky(values: Sequence[float]) -> float:
+    """What a run may come to that is a standard deviation worse than the mean; lower is better.
+    Infinite if one of the values is."""
+    if not all(map(math.isfinite, values)):
+        return math.inf
+    return fmean(values) + (stdev(values) if len(values) > 1 else 0.0)
+
+
+def rank(values: Sequence[float]) -> tuple[bool, float]:
+    """Of a point's seeds; lower is better."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return not all(map(math.isfinite, values)), unlucky(values)
+    return stdev(values) > NOISY * abs(fmean(values)), unlucky(values)
+
+
 def rungs(points: int, seeds: int) -> list[tuple[int, int]]:
     """How many points run with how many seeds, from rung to rung, before the finalists."""
-    found = [(points, 1)]
-    while found[-1][0] > FINALISTS:
-        left, tried = found[-1]
-        found.append((max(FINALISTS, math.ceil(left / 2)), min(2 * tried, seeds)))
-    return found[:-1] or found
+    found = [(points, math.ceil(seeds / 2))]
+    if points > FINALISTS:
+        found.append((max(FINALISTS, math.ceil(points / 2)), seeds))
+    return found
 
 
 def halve(
@@ -57,7 +80,7 @@ def halve(
             if trial not in done[trial[0]]:
                 done[trial[0]].append(trial)
         for method in methods:
-            left[method].sort(key=lambda point: fmean(judged[method, point, s] for s in seeds))
+            left[method].sort(key=lambda point: rank([judged[method, point, s] for s in seeds]))
 
     for count, many in rungs(points, seeds):
         left = {method: best[:count] for method, best in left.items()}

@@ -1,5 +1,6 @@
 """What a search found, as the contents of tuned.yaml and as sentences."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from palsgd.lab import workloads
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.provenance import provenance
 from palsgd.lab.tuning.budget import gradient_examples
-from palsgd.lab.tuning.halving import FRESH_SEEDS, SEARCH_SEEDS, Outcome, rungs
+from palsgd.lab.tuning.halving import FRESH_SEEDS, RULE, SEARCH_SEEDS, Outcome, rungs
 from palsgd.lab.tuning.search_space import edges, shown
 from palsgd.lab.tuning.tuner import Search, Trials
 
@@ -29,6 +30,7 @@ def record_of(trials: Trials, outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         **provenance(),
         "split": base.split,
         "judged_on": workloads.kind(base.workload).judged_on,
+        "rule": RULE,
         "trials": search.trials,
         "seeds": {
             "search": [base.seed + SEARCH_SEEDS + i for i in range(most)],
@@ -54,7 +56,7 @@ def _of_method(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any]:
     ]
     return {
         "settings": chosen_settings(search, method, winner),
-        "loss": of_mean(list(losses.values())).as_dict(),
+        "loss": _loss(losses),
         "losses": losses,
         "edges": edges(search.spaces[method], search.point(method, winner)),
         "runs": len(outcome.trials),
@@ -76,8 +78,8 @@ def chosen_settings(search: Search, method: str, number: int) -> dict[str, Any]:
 
 def _runner_up(trials: Trials, method: str, outcome: Outcome) -> dict[str, Any] | None:
     for number in outcome.finalists[1:]:
-        loss = of_mean(list(_losses(trials, method, number, outcome).values()))
-        return {"settings": chosen_settings(trials.search, method, number), "loss": loss.as_dict()}
+        loss = _loss(_losses(trials, method, number, outcome))
+        return {"settings": chosen_settings(trials.search, method, number), "loss": loss}
     return None
 
 
@@ -85,6 +87,13 @@ def _losses(trials: Trials, method: str, number: int, outcome: Outcome) -> dict[
     """By fresh seed. The workload may be judged on something else."""
     seeds = outcome.judged[number]
     return {seed: trials.figure((method, number, seed), "final_loss") for seed in seeds}
+
+
+def _loss(losses: Mapping[int, float]) -> dict[str, Any]:
+    """The mean with its interval, and how far seeds deviate, as a share of it."""
+    mean = of_mean(list(losses.values()))
+    share = mean.deviation / mean.value if mean.value else math.nan
+    return mean.as_dict() | {"deviation": round(share, 4) if math.isfinite(share) else None}
 
 
 def sentences(record: Mapping[str, Any]) -> list[str]:
@@ -105,4 +114,7 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
 def _shown_loss(loss: Mapping[str, Any]) -> str:
     if loss["low"] is None:
         return f"{loss['value']:.4g} (one seed)"
-    return f"{loss['value']:.4g} +- {(loss['high'] - loss['low']) / 2:.2g} (n = {loss['n']})"
+    text = f"{loss['value']:.4g} +- {(loss['high'] - loss['low']) / 2:.2g} (n = {loss['n']}"
+    if loss["deviation"] is not None:
+        text += f", seeds deviate by {100 * loss['deviation']:.2g}%"
+    return f"{text})"

@@ -53,13 +53,13 @@ def _value_at(values: Sequence[Any], place: float) -> Any:
 
 def edges(space: Space, point: Mapping[str, Any]) -> dict[str, str]:
     """The fields whose value is at an end of what was searched, where better ones may lie beyond.
-    Words such as constant and cosine have no order and no ends."""
+    Words such as constant and cosine have no order and no ends, and nothing lies below zero."""
     found = {field: _edge(values, point[field]) for field, values in space.items()}
     return {field: edge for field, edge in found.items() if edge is not None}
 
 
 def _edge(values: Sequence[Any], value: Any) -> str | None:
-    if any(isinstance(each, str) for each in values) or len(values) < 2:
+    if any(isinstance(each, str) for each in values) or len(values) < 2 or value == 0:
         return None
     low, high = min(values), max(values)
     if isinstance(values, list):

@@ -26,7 +26,7 @@ class Search:
     base: Settings
     methods: Sequence[str]
     trials: int  # points of each method
-    seeds: int  # of the finalists, and at most so many of a point before
+    seeds: int  # of the finalists, and of the better half of the points before
     gradients: int  # of each worker in each run
     spaces: Mapping[str, Space]  # by method
 
