@@ -8,7 +8,7 @@ from pathlib import Path
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
-def take_screenshot(page: Path, picture: Path, *, width: int = 1280, height: int = 1690) -> Path:
+def take_screenshot(page: Path, picture: Path, *, width: int = 1280, height: int = 1830) -> Path:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise ValueError(f"a picture needs a browser; install one of {', '.join(BROWSERS)}")
