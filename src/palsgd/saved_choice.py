@@ -58,9 +58,8 @@ def choose(folder: Path, everyone: Everyone, *, elastic: bool) -> Choice:
         problem = attempt.problem()
         if problem is None:
             newer = [each.why for each in refused if each.step > offer["step"]]
-            return attempt.choice(
-                "; ".join([*newer, f"{offer['name']} is loaded"]) if newer else ""
-            )
+            taken = [f"{offer['name']} is loaded"]
+            return attempt.choice("; ".join(newer + taken) if newer else "")
         refused.append(problem)
     _refuse(folder, everyone, refused, old=any(each["old"] for each in ranks))
 
