@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -78,17 +78,26 @@ def _plain(value: Any) -> Any:
 
 
 def _code_lines(model: nn.Module) -> Iterator[str]:
-    """A line for the forward of each class, and one for each function that a module holds."""
+    """A line for the forward of each class and for every other function that the class or a class
+    of the user's below it has, as forward may call them; and one for each function that a module
+    holds."""
     seen = set()
     for name, module in model.named_modules():
         kind = type(module)
         if kind not in seen:
             seen.add(kind)
-            yield f"{kind.__qualname__}.forward: {described(kind.forward)}"
+            for function in sorted({"forward", *_own_functions(kind)}):
+                yield f"{kind.__qualname__}.{function}: {described(getattr(kind, function))}"
         for attribute in sorted(vars(module).keys() - _OF_EVERY_MODULE):
             value = vars(module)[attribute]
             if callable(value) and not isinstance(value, Tensor):
                 yield f"{name}.{attribute}".lstrip(".") + f": {described(value)}"
+
+
+def _own_functions(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if not _is_torchs(base) and base is not object:
+            yield from (name for name, value in vars(base).items() if inspect.isfunction(value))
 
 
 def described(function: Any) -> str:
@@ -99,14 +108,42 @@ def described(function: Any) -> str:
     function = inspect.unwrap(function)
     function = getattr(function, "__func__", function)
     named = function if hasattr(function, "__qualname__") else type(function)
-    code = getattr(function, "__code__", None)
-    if code is None or str(named.__module__).partition(".")[0] == "torch":
+    if not inspect.isfunction(function) or _is_torchs(named):
         return f"{named.__module__}.{named.__qualname__}"
-    return f"{named.__qualname__} {_hash(code)}"
+    return f"{named.__qualname__} {_hash(function)}"
 
 
-def _hash(code: CodeType) -> str:
-    return hashlib.blake2b(repr(_contents(code)).encode(), digest_size=6).hexdigest()
+def _is_torchs(part: Any) -> bool:
+    return str(part.__module__).partition(".")[0] == "torch"
+
+
+def _hash(function: FunctionType) -> str:
+    """Of the code of a function and of the functions beside it that it calls by name. Numbers
+    beside it do not count: the number of a rank may be among them."""
+    reached: dict[str, FunctionType] = {"": function}
+    waiting = [function]
+    while waiting:
+        for name, other in _called(waiting.pop()):
+            if other not in reached.values():
+                reached[name] = other
+                waiting.append(other)
+    parts = [(name, _whole(each)) for name, each in sorted(reached.items())]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()
+
+
+def _called(function: FunctionType) -> Iterator[tuple[str, FunctionType]]:
+    """Functions of the same module, of nobody's library, that the code names."""
+    for name in function.__code__.co_names:
+        other = function.__globals__.get(name)
+        if inspect.isfunction(other) and other.__module__ == function.__module__:
+            yield name, other
+
+
+def _whole(function: FunctionType) -> Any:
+    """The code and the defaults of arguments, as far as these are plain."""
+    given = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+    plain = [each for each in given if isinstance(each, bool | int | float | str | tuple)]
+    return _contents(function.__code__), repr(plain)
 
 
 def _contents(part: Any) -> Any:

@@ -93,9 +93,10 @@ def _own_row(reference: str) -> Row:
     group = _kind().group
     if not references.is_reference(reference) and reference not in references.installed(group):
         choices = (*names(), *references.installed(group))
+        known = ", ".join(map(repr, choices))
         raise ValueError(
-            f"method={in_error(reference)} is unknown; use one of {', '.join(map(repr, choices))}, or "
-            "one of your own: path/to/mine.py:Name"
+            f"method={in_error(reference)} is unknown; use one of {known}, or one of your own: "
+            "path/to/mine.py:Name"
         )
     part = references.find(reference, _kind())
     value, made = part.value, isinstance(part.value, Method)

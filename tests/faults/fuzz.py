@@ -22,7 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -38,6 +38,7 @@ from support.patience import patient
 SOURCE = str(Path(palsgd.__file__).parent)
 MOST_SECONDS = 6.0  # of computing, of one case
 PAGE_SECONDS = 60.0  # where a page with all its figures is made
+TURNS = 20
 MOST_MEMORY = 12 * 2**30
 KINDS: dict[str, Callable] = {
     **fuzz_calls.KINDS,
@@ -45,6 +46,10 @@ KINDS: dict[str, Callable] = {
     **fuzz_files.KINDS,
 }
 SHARES = {"settings": 6, "calls": 5, "commands": 2, "runs": 1.5, "pages": 0.01}  # of the cases
+
+
+class Stopped(BaseException):
+    """By SIGTERM: what was done so far is shown."""
 
 
 class TooLong(BaseException):
@@ -64,6 +69,8 @@ def outcome_of(call: Callable[[], str | None], seconds: float = MOST_SECONDS) ->
         with limited(patient(seconds)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Outcome(call() or "worked")
+    except Stopped:
+        raise
     except TooLong:
         return Outcome("took too long", True)
     except BaseException as error:
@@ -111,7 +118,8 @@ def _place(error: BaseException) -> str:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Inside, TooLong is raised after so many seconds of computing, or ten times as many at all."""
+    """Inside, TooLong is raised after so many seconds of computing, or many more at all, as other
+    programs may want the machine too."""
 
     def stop(*_: object) -> None:
         raise TooLong
@@ -119,7 +127,7 @@ def limited(seconds: float) -> Iterator[None]:
     signal.signal(signal.SIGPROF, stop)
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
+    signal.setitimer(signal.ITIMER_REAL, 60 * seconds)
     try:
         yield
     finally:
@@ -132,19 +140,40 @@ def case(kind: str, number: int, seed: int, folder: Path) -> tuple[str, Callable
     return KINDS[kind](random.Random(f"{seed} {kind} {number}"), folder)
 
 
-def tally(kinds: list[str], count: int, seed: int, folder: Path) -> tuple[Counter, list[str]]:
-    """How many cases of each kind came out how, and a line for each that is broken."""
-    found: Counter = Counter()
-    broken = []
+def planned(kinds: list[str], count: int) -> Iterator[tuple[str, int]]:
+    """The kinds and numbers of the cases, all kinds by turns."""
     whole = sum(SHARES.get(kind, 1) for kind in kinds)
-    for kind in kinds:
-        for number in range(max(1, round(count * SHARES.get(kind, 1) / whole))):
-            about, call = case(kind, number, seed, folder)
-            outcome = outcome_of(call, PAGE_SECONDS if kind == "pages" else MOST_SECONDS)
-            found[kind, outcome.word, outcome.broken] += 1
-            if outcome.broken:
-                broken.append(f"{kind}:{number} {outcome.word}: {about[:160]} -> {outcome.about}")
-    return found, broken
+    counts = {kind: max(1, round(count * SHARES.get(kind, 1) / whole)) for kind in kinds}
+    for turn in range(TURNS):
+        for kind, number in counts.items():
+            for each in range(turn * number // TURNS, (turn + 1) * number // TURNS):
+                yield kind, each
+
+
+@dataclass
+class Tally:
+    """How many cases of each kind came out how, and a line for each that is broken."""
+
+    counts: Counter = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, number: int, seed: int, folder: Path) -> None:
+        about, call = case(kind, number, seed, folder)
+        outcome = outcome_of(call, PAGE_SECONDS if kind == "pages" else MOST_SECONDS)
+        self.counts[kind, outcome.word, outcome.broken] += 1
+        if outcome.broken:
+            line = f"{kind}:{number} {outcome.word}: {about[:160]} -> {outcome.about}"
+            self.broken.append(line)
+
+    def show(self) -> None:
+        for (kind, word, bad), number in sorted(self.counts.items()):
+            print(f"{kind:10} {'BROKEN ' if bad else ''}{word:28} {number:6}")
+        print(f"{sum(self.counts.values())} cases, {len(self.broken)} broken")
+        print(*self.broken, sep="\n", flush=True)
+
+
+def stopped(*_: object) -> None:
+    raise Stopped
 
 
 def main() -> int:
@@ -154,6 +183,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--case", help="one case again: kind:number")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, stopped)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, resource.RLIM_INFINITY))
     with tempfile.TemporaryDirectory() as folder:
         if given.case:
@@ -162,12 +192,14 @@ def main() -> int:
             print(about, flush=True)
             print(call())
             return 0
-        found, broken = tally(given.kind or list(KINDS), given.count, given.seed, Path(folder))
-    for (kind, word, bad), number in sorted(found.items()):
-        print(f"{kind:10} {'BROKEN ' if bad else ''}{word:28} {number:6}")
-    print(f"{sum(found.values())} cases, {len(broken)} broken")
-    print(*broken, sep="\n")
-    return 1 if broken else 0
+        tally = Tally()
+        try:
+            for kind, number in planned(given.kind or list(KINDS), given.count):
+                tally.add(kind, number, given.seed, Path(folder))
+        except Stopped:
+            print("stopped:")
+        tally.show()
+    return 1 if tally.broken else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 and its code."""
 
 import functools
+from types import FunctionType
 
 import pytest
 import torch
@@ -28,6 +29,42 @@ class Halved(Scaled):
 
 Halved.__name__ = Halved.__qualname__ = "Scaled"  # another version of the file has the same name
 
+
+class Calling(nn.Module):
+    """Its forward leaves the work to a method, a function beside it and a default."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return helped(self.inside(x))
+
+    def inside(self, x, times=1):
+        return self.linear(x) * times
+
+
+def helped(x):
+    return x + 1
+
+
+def helped_otherwise(x):
+    return x + 2
+
+
+def of_another_version(part):
+    """The class as another version of this file has it."""
+    beside = {**globals(), "helped": helped_otherwise}
+    changed = {
+        "method": {"inside": lambda self, x, times=1: self.linear(x) - times},
+        "default": {"inside": lambda self, x, times=2: self.linear(x) * times},
+        "helper": {"forward": FunctionType(Calling.forward.__code__, beside)},
+    }[part]
+    for name, function in changed.items():
+        function.__qualname__, function.__module__ = f"Calling.{name}", __name__
+    return type("Calling", (Calling,), changed | {"__qualname__": "Calling"})
+
+
 MODELS = {
     "activation": (lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU()),
                    lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh())),
@@ -36,6 +73,7 @@ MODELS = {
     "partial": (lambda: Scaled(functools.partial(torch.mul, other=2)),
                 lambda: Scaled(functools.partial(torch.mul, other=3))),
     "forward": (Scaled, Halved),
+    **{part: (Calling, of_another_version(part)) for part in ("method", "default", "helper")},
 }  # fmt: skip
 TOLD = {
     "activation": ("the model", "(1): ReLU()", "(1): Tanh()"),
@@ -43,6 +81,9 @@ TOLD = {
     "lambda": ("the model's code", "activation: <lambda>.<locals>.<lambda>"),
     "partial": ("the model's code", "'other': 2", "'other': 3"),
     "forward": ("the model's code", "Scaled.forward: Scaled"),
+    "method": ("the model's code", "Calling.inside: Calling.inside"),
+    "default": ("the model's code", "Calling.inside: Calling.inside"),
+    "helper": ("the model's code", "Calling.forward: Calling.forward"),
     "lr": ("lr of inner", "0.1", "0.01"),
     "betas": ("betas of inner", "[0.9, 0.999]", "[0.9, 0.95]"),
     "tensor lr": ("lr of inner", "0.125", "0.25"),

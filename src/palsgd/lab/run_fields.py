@@ -11,7 +11,7 @@ from palsgd.lab.settings import check_kinds
 from palsgd.lab.worker_changes import changes_in
 
 _FLAGS = ("simulated", "higher_is_better")
-_TEXTS = ("metric", "engine", "device", "link", "palsgd", "torch")
+_TEXTS = ("metric", "engine", "device", "link")
 _FIGURES = (
     *("final_loss", "final_metric", "best_loss", "best_metric", "best_step", "steps"),
     *("gradient_steps", "syncs", "bytes_sent", "wall_s", "waiting_s", "sync_s", "target"),
