@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+START_S = 300.0  # ranks import and load at their own pace before they meet
+
 
 def join(backend: str | None = None, *, timeout_s: float = 300.0) -> None:
     """`torch.distributed.init_process_group` for a worker of torchrun, whether it was started for
@@ -25,15 +27,15 @@ def join(backend: str | None = None, *, timeout_s: float = 300.0) -> None:
 
     Args:
         backend: gloo, nccl; None: the one of each device.
-        timeout_s: the seconds that an exchange, and the start, may take.
+        timeout_s: the seconds that an exchange may take. The start may take five minutes, or as
+            long as that.
 
     Raises:
         RuntimeError: not all ranks came within that time.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    store = dist.PrefixStore(_agreed_prefix(store, rank, world, timeout_s), store)
+    timeout, start_s = timedelta(seconds=timeout_s), max(timeout_s, START_S)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
+    store = dist.PrefixStore(_agreed_prefix(store, rank, world, start_s), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

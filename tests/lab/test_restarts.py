@@ -118,7 +118,7 @@ def test_a_run_whose_workers_are_ended_at_any_moment_ends_in_the_same_weights(
 
 def test_a_worker_that_stalls_for_good_is_replaced_after_the_timeout(undisturbed, tmp_path):
     run = tmp_path / "palsgd"
-    flags = ("--restarts", 1, "--timeout", 3)
+    flags = ("--restarts", 1, "--timeout", patient(6))
     with started(*words("plain", tmp_path), *flags) as process:
         wait_for(lambda: saved_step(run), process=process)
         os.kill(children(process.pid)[1], signal.SIGSTOP)

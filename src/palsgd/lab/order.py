@@ -81,7 +81,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        ours = type(error).__module__.partition(".")[0] == "palsgd"
+        ours = type(error).__module__.startswith("palsgd.")
         return cls(
             kind=type(error).__name__,
             message=" ".join(str(error).split()),
