@@ -104,6 +104,7 @@ def test_exceptions_are_still_needed():
 # The name of the program is also that of a method. Here it is the program's.
 PROGRAM = {
     ("lab/trainer.py", "palsgd"): "the version in config.yaml",
+    ("lab/run_fields.py", "palsgd"): "the version in config.yaml",
     ("lab/tuning/record.py", "palsgd"): "the version in tuned.yaml",
     ("theory/results.py", "palsgd"): "the version in results.json",
     ("lab/cli/running.py", "palsgd"): "the command line to go on with",
