@@ -267,7 +267,7 @@ def uneven_raised() -> str:
         for row in record("uneven-2cores")["raised"]
     ]
     columns = ("the last worker is", "its rate is raised", "final loss", "over the library's", "")
-    return markdown(columns, rows)
+    return markdown(columns, rows) if rows else NO_RECORD
 
 
 def formatted(share: float | None) -> str:

@@ -34,5 +34,5 @@ def with_gradients(settings: Settings, gradients: int) -> Settings:
 
 def gradient_examples(summary: dict, settings: Settings) -> int:
     """The examples of which a finished run computed gradients, by what its ledger counted. Workers
-    compute equally many, but with independent draws, where the first stands for all."""
+    compute equally many, but with independent or paced draws, where the first stands for all."""
     return summary["gradient_steps"] * settings.workers * settings.batch_size
