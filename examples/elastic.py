@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from palsgd import PALSGD, ElasticTransport, events, until
 
 WORKERS, STEPS = 3, 1000
+say = partial(print, flush=True)  # whole lines, as several processes write to one terminal
 
 
 def train(*, stands_by: bool) -> None:
@@ -45,20 +47,20 @@ def train(*, stands_by: bool) -> None:
         opt.zero_grad()
 
     accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
-    print(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
+    say(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
 
 
 def tell(transport: ElasticTransport, opt: PALSGD) -> None:
     """Have what happens printed by one worker, the highest."""
-    print(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
+    say(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
 
     def left(event: events.Left) -> None:
         if event.worker == max(transport.members):
-            print(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
+            say(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
 
     def joined(event: events.Joined) -> None:
         if event.worker == max(transport.members):
-            print(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
+            say(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
 
     opt.on(events.Left, left)
     opt.on(events.Joined, joined)
@@ -67,7 +69,7 @@ def tell(transport: ElasticTransport, opt: PALSGD) -> None:
 def start(number: int, store: TCPStore, role: str = "worker") -> subprocess.Popen[str]:
     place = {"RANK": number, "WORLD_SIZE": WORKERS, "MASTER_PORT": store.port}
     environment = os.environ | {name: str(value) for name, value in place.items()}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, __file__, role]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
 
@@ -79,7 +81,7 @@ def main() -> int:
     workers = [start(number, store) for number in range(WORKERS)]
     wait_for(store, "palsgd 0 0/latest")  # the workers have met
     time.sleep(1.0)
-    print("worker 0 is killed, and another process takes its place")
+    say("worker 0 is killed, and another process takes its place")
     workers[0].kill()
     spare.communicate("go")
     return max(worker.wait() for worker in [*workers[1:], spare])
