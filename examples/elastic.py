@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from palsgd import PALSGD, ElasticTransport, events, until
 
 WORKERS, STEPS = 3, 1000
-say = partial(print, flush=True)  # whole lines, as several processes write to one terminal
 
 
 def train(*, stands_by: bool) -> None:
@@ -48,6 +46,11 @@ def train(*, stands_by: bool) -> None:
 
     accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
     say(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # at once, as several processes write to one terminal
+    sys.stdout.flush()
 
 
 def tell(transport: ElasticTransport, opt: PALSGD) -> None:
