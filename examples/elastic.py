@@ -45,20 +45,25 @@ def train(*, stands_by: bool) -> None:
         opt.zero_grad()
 
     accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
-    print(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
+    say(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # at once, as several processes write to one terminal
+    sys.stdout.flush()
 
 
 def tell(transport: ElasticTransport, opt: PALSGD) -> None:
     """Have what happens printed by one worker, the highest."""
-    print(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
+    say(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
 
     def left(event: events.Left) -> None:
         if event.worker == max(transport.members):
-            print(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
+            say(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
 
     def joined(event: events.Joined) -> None:
         if event.worker == max(transport.members):
-            print(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
+            say(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
 
     opt.on(events.Left, left)
     opt.on(events.Joined, joined)
@@ -67,7 +72,7 @@ def tell(transport: ElasticTransport, opt: PALSGD) -> None:
 def start(number: int, store: TCPStore, role: str = "worker") -> subprocess.Popen[str]:
     place = {"RANK": number, "WORLD_SIZE": WORKERS, "MASTER_PORT": store.port}
     environment = os.environ | {name: str(value) for name, value in place.items()}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, __file__, role]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
 
@@ -79,7 +84,7 @@ def main() -> int:
     workers = [start(number, store) for number in range(WORKERS)]
     wait_for(store, "palsgd 0 0/latest")  # the workers have met
     time.sleep(1.0)
-    print("worker 0 is killed, and another process takes its place")
+    say("worker 0 is killed, and another process takes its place")
     workers[0].kill()
     spare.communicate("go")
     return max(worker.wait() for worker in [*workers[1:], spare])
