@@ -109,8 +109,9 @@ def read(path: Path, written: Written) -> Tensor:
 
 
 def parsed(data: Tensor, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and texts in the bytes of a file. The tensors lie in `data`. `name` is that of
-    the file, for errors."""
+    """The tensors and texts in the bytes of a file. `name` is that of the file, for
+    errors. Each tensor has memory of its own: one that lay in `data` would keep all of it, and
+    torch reads beside the end of some such views."""
     try:
         length = int.from_bytes(data[:8].numpy().tobytes(), "little")
         if 8 + length > len(data):
@@ -128,4 +129,4 @@ def _tensor(body: Tensor, entry: dict[str, Any]) -> Tensor:
     start, end = entry["data_offsets"]
     if not 0 <= start <= end <= len(body):
         raise ValueError(f"a tensor at bytes {start} to {end} of {len(body)}")
-    return body[start:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return body[start:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"]).clone()

@@ -339,10 +339,9 @@ class Trainer:
             seed = random_stream(self.settings.seed, self.rank, self.opt.clock).integers(2**63)
             torch.manual_seed(int(seed))
         else:
-            # clones, as torch reads beside tensors that are views of others
-            torch.set_rng_state(state["rng"].cpu().clone())
+            torch.set_rng_state(state["rng"].cpu())
             if state["gpu_rng"] is not None and self.workload.device.type == "cuda":
-                torch.cuda.set_rng_state(state["gpu_rng"].cpu().clone(), self.workload.device)
+                torch.cuda.set_rng_state(state["gpu_rng"].cpu(), self.workload.device)
             self._loss.copy_(state["loss"])
             self._losses = state["losses"]
             self._timeline.restore(state["spans"])
