@@ -153,7 +153,7 @@ class LocalOptimizer(Optimizer):
         )
         self.transport.check(options.codec)
         method.check_run(inner, self.transport.workers)
-        outer = outer or plain_average()
+        outer = plain_average() if outer is None else outer
         self._worker = build_worker(
             model, inner, replica, self.transport, outer, outer_scheduler, options
         )
