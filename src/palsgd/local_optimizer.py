@@ -159,7 +159,7 @@ class LocalOptimizer(Optimizer):
         if self.transport.elastic:
             check_elastic(options, sharded=replica.sharded)
         method.check_run(inner, self.transport.workers)
-        outer = outer or plain_average()
+        outer = plain_average() if outer is None else outer
         self._worker = build_worker(
             model, inner, replica, self.transport, outer, outer_scheduler, options
         )

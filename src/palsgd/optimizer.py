@@ -66,7 +66,12 @@ class PALSGD(LocalOptimizer):
     ):
         method = PALSGDMethod(mix_prob=mix_prob, mix_rate=mix_rate, pull=pull)
         super().__init__(
-            model, inner, method, outer or nesterov(), sync_every=sync_every, **options
+            model,
+            inner,
+            method,
+            nesterov() if outer is None else outer,
+            sync_every=sync_every,
+            **options,
         )
 
 
@@ -96,7 +101,12 @@ class DiLoCo(LocalOptimizer):
         **options: Any,
     ):
         super().__init__(
-            model, inner, Method(), outer or nesterov(), sync_every=sync_every, **options
+            model,
+            inner,
+            Method(),
+            nesterov() if outer is None else outer,
+            sync_every=sync_every,
+            **options,
         )
 
 

@@ -151,7 +151,10 @@ def checked_options(
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
     check_flag("offload", options.offload)
     check_flag("same_data", options.same_data)
-    _check_positive(max_norm=options.max_norm, bucket_mb=options.bucket_mb)
+    if options.max_norm is not None:
+        check_number("max_norm", options.max_norm, "a number > 0", low=0.0)
+    words = "a number > 0, of MiB, and less than 2^40"
+    check_number("bucket_mb", options.bucket_mb, words, low=0.0, high=2.0**40)
     if options.blend is not None:
         words = "a number in [0, 1]: the share of itself that a local model keeps at a sync"
         check_number("blend", options.blend, words, low=below(0.0), high=math.nextafter(1, 2))
@@ -249,12 +252,6 @@ def _checked_names(names: Any) -> tuple[str, ...] | None:
             "such as ('z',)"
         )
     return tuple(names)
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None:
-            check_number(name, value, "a number > 0", low=0.0)
 
 
 def _check_refusals(method: Method, **options: Any) -> None:

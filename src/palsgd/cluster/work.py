@@ -51,7 +51,7 @@ class Work:
         if not (isinstance(self.warmup_steps, float) and self.warmup_steps == math.inf):
             check_int("warmup_steps", self.warmup_steps)
         check_int("gradient_bytes", self.gradient_bytes, least=1)
-        check_number("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0)
+        check_number("bucket_mb", self.bucket_mb, "more than 0 MiB", low=0.0, high=2.0**40)
         check_number("coding", self.coding, "a time of 0 s or more", low=below(0.0))
         share, words = self.sent_share, "a share in (0, 1]"
         check_number("sent_share", share, words, low=0.0, high=math.nextafter(1.0, 2.0))
