@@ -184,6 +184,7 @@ def _change_workers(of: Parts, joining: Collection[int], load: Loading) -> None:
         source = next(k for k in range(now) if k not in joining)
         known = at.steps_of_all
         at.steps_of_all = [known[source if k in joining else k] for k in range(now)]
+        at.counted = list(range(now))
     if before != now:
         left, joined = list(range(now, before)), list(range(before, now))
         change = {"clock": at.clock, "left": left, "joined": joined, "workers": now}
