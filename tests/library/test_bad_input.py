@@ -160,7 +160,8 @@ SIMULATION = dict(
     [
         ("model", nn), ("loss", "mse"), ("data", [1]), ("method", 3), ("evaluate", "loss"),
         ("device", "gpu"), ("device", 3), ("cluster", "1gbit"), ("vectorize", "yes"),
-        ("compile", 3), ("progress", "yes"), ("checkpoint", 3), ("workers", 10**400),
+        ("compile", 3), ("compile", "fast"), ("progress", "yes"), ("checkpoint", 3),
+        ("workers", 10**400),
     ],
 )  # fmt: skip
 def test_a_simulation_refuses_what_it_cannot_use(name, value):

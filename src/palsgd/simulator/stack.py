@@ -22,6 +22,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from palsgd.checks import in_error
 from palsgd.simulator.batches import moved
 from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
@@ -106,8 +107,11 @@ class StackedWorkers:
         own = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
         self._some = own
-        self._own = build(own)
-        self._sharing = build(vmap(one_run, randomness="different"))
+        try:
+            self._own = build(own)
+            self._sharing = build(vmap(one_run, randomness="different"))
+        except RuntimeError as error:  # torch knows the names of its modes
+            raise ValueError(f"compile={in_error(compiled)} is refused by torch: {error}") from None
 
     def _loss_of(self, trained: list[Tensor], held: dict[str, Tensor], batch: Any) -> Tensor:
         weights = dict(zip(self._names, trained, strict=True))
