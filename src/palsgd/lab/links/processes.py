@@ -218,7 +218,7 @@ class _Worker:
 
 
 def _wait(workers: list[_Worker], timeout: float, settle_s: float, asked: _Asked) -> None:
-    deadline = time.monotonic() + timeout
+    deadline, settled = time.monotonic() + timeout, math.inf
     running = list(workers)
     while running and not asked.over:
         asked.pass_on(running)
@@ -226,11 +226,11 @@ def _wait(workers: list[_Worker], timeout: float, settle_s: float, asked: _Asked
             running.remove(worker)
             if asked.signal is None:
                 worker.finished().check()
-            deadline = min(deadline, time.monotonic() + settle_s)
-        if running and time.monotonic() > deadline:
+            settled = min(settled, time.monotonic() + settle_s)
+        if running and time.monotonic() > min(deadline, settled):
             names = ", ".join(str(worker.number) for worker in running)
             late = f"after {timeout:g} s; give it more time or less to do"
-            if len(running) < len(workers):
+            if settled < deadline:
                 late = f"{settle_s:g} s after another one had; look at what holds it"
             raise WorkerError(f"worker {names} had not finished {late}", running[0].number, None)
         time.sleep(0.02)
