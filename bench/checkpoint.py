@@ -6,7 +6,8 @@
 Two processes train tensors in the shapes of a GPT-Neo model by DiLoCo with AdamW inside. In turn
 each takes a step with its sync, saves, loads, and writes as many bytes as its save has into a plain
 file, which it forces onto the disk. A save takes what the disk takes for those bytes and, beyond
-that, the copy of the state, the checksums and three small exchanges.
+that, the copy of the state, the checksums and three small exchanges. CPU seconds are those of one
+process, its threads included; they say more than the clock where other programs run beside.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def _worker(pipe, rank, folder, name, repeats):
 
 
 def _turns(model, opt, folder, repeats):
-    times = {"sync": [], "save": [], "load": [], "plain write": []}
+    times = {what: ([], []) for what in ("sync", "save", "load", "plain write")}
     for turn in range(repeats + 1):
         spans = {"sync": _timed(opt.step)}
         spans["save"] = _timed(lambda: palsgd.checkpoint.save(folder / "saves", model, opt))
@@ -77,10 +78,12 @@ def _turns(model, opt, folder, repeats):
         size = _own_file(folder / "saves", opt).stat().st_size
         spans["plain write"] = _timed(partial(_write, folder / f"plain-{dist.get_rank()}", size))
         for what in times if turn else ():  # the first turn is not counted
-            times[what].append(spans[what])
+            for found, span in zip(times[what], spans[what], strict=True):
+                found.append(span)
     kept = palsgd.checkpoint.find(folder / "saves")
     return {
-        "seconds": {what: statistics.median(found) for what, found in times.items()},
+        "seconds": {what: statistics.median(found) for what, (found, _) in times.items()},
+        "cpu_seconds": {what: statistics.median(found) for what, (_, found) in times.items()},
         "bytes": size,
         "kept": len(kept),
         "clock": opt.clock,
@@ -89,10 +92,11 @@ def _turns(model, opt, folder, repeats):
 
 
 def _timed(call):
+    """Seconds, and CPU seconds."""
     dist.barrier()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def _own_file(folder, opt):
@@ -109,15 +113,20 @@ def _write(path, size):
 
 def figures(found):
     """Of the slower process, as a save ends when both have ended."""
-    seconds = {what: max(each["seconds"][what] for each in found) for what in found[0]["seconds"]}
-    size = found[0]["bytes"]
+    seconds, cpu = (
+        {what: max(each[kind][what] for each in found) for what in found[0][kind]}
+        for kind in ("seconds", "cpu_seconds")
+    )
     return {
         "seconds": seconds,
-        "bytes": size,
-        "models": size / (4 * found[0]["parameters"]),
-        "save_over_sync": seconds["save"] / seconds["sync"],
-        "save_over_plain_write": seconds["save"] / seconds["plain write"],
-        "load_over_plain_write": seconds["load"] / seconds["plain write"],
+        "cpu_seconds": cpu,
+        "bytes": found[0]["bytes"],
+        "models": found[0]["bytes"] / (4 * found[0]["parameters"]),
+        "over_sync": {what: seconds[what] / seconds["sync"] for what in ("save", "load")},
+        "over_plain_write": {
+            what: [seconds[what] / seconds["plain write"], cpu[what] / cpu["plain write"]]
+            for what in ("save", "load")
+        },
     }
 
 
@@ -146,10 +155,8 @@ def main():
     }
     print(f"{record['machine']['device']}, torch {torch.__version__}, tensors of {args.model}")
     for what, span in record["seconds"].items():
-        print(f"{what:12} {span * 1e3:8.1f} ms")
+        print(f"{what:12} {span * 1e3:8.1f} ms, {record['cpu_seconds'][what] * 1e3:8.1f} of CPU")
     print(f"a save has {record['bytes'] / 1e6:.1f} MB, {record['models']:.2f} fp32 models")
-    print(f"save over sync {record['save_over_sync']:.2f}")
-    print(f"save over plain write {record['save_over_plain_write']:.2f}")
     print(summary(record))
     save(record, args.out)
 

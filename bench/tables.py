@@ -354,14 +354,15 @@ def checkpoint(name: str) -> str:
     if not (RESULTS / f"{name}.json").is_file():
         return NO_RECORD
     found = record(name)
-    seconds = found["seconds"]
     rows = [
-        ("save", f"{seconds['save']:.2f} s", ratio(found["save_over_sync"]),
-         ratio(found["save_over_plain_write"])),
-        ("load", f"{seconds['load']:.2f} s", ratio(seconds["load"] / seconds["sync"]),
-         ratio(found["load_over_plain_write"])),
+        (what, f"{found['cpu_seconds'][what]:.2f} s", ratio(found["over_sync"][what]),
+         *map(ratio, found["over_plain_write"][what]))
+        for what in ("save", "load")
     ]  # fmt: skip
-    columns = ("what", "takes", "over a sync on loopback", "over a plain write of its bytes")
+    columns = (
+        "what", "CPU time of a process", "over a sync on loopback",
+        "over a plain write of its bytes", "the same in CPU time",
+    )  # fmt: skip
     size = f"{found['bytes'] / 1e6:.0f} MB, {found['models']:.1f} fp32 models"
     return f"{place(found)}, tensors of {found['model']}, {size}\n\n{markdown(columns, rows)}"
 

@@ -5,6 +5,7 @@ reads its own file and compares the checksum, and all hear what all have found.
 """
 
 import hashlib
+import math
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class _Refused(NamedTuple):
 
     why: str
     by_disk: bool = False  # did a disk refuse to be read?
+    step: float = math.inf  # it may be newer than a save of an earlier step
 
 
 def choose(folder: Path, everyone: Everyone, *, elastic: bool) -> Choice:
@@ -50,20 +52,26 @@ def choose(folder: Path, everyone: Everyone, *, elastic: bool) -> Choice:
     found = everyone.do(lambda: _seen(folder), fails="cannot look for saves", at=folder)
     ranks = [each for worker in found for each in worker]
     offers = {offer["id"]: offer for each in ranks for offer in each["offers"]}
-    readable = {offer["name"] for offer in offers.values()}
-    refused = [
-        _Refused(f"{name} is damaged ({why})")
-        for name, why in {k: v for each in ranks for k, v in each["unreadable"].items()}.items()
-        if name not in readable
-    ]
+    refused = _unreadable(ranks, {offer["name"] for offer in offers.values()})
     for offer in sorted(offers.values(), key=lambda each: (-each["order"], each["id"])):
         attempt = _Attempt(folder, everyone, offer, ranks=len(found[0]), elastic=elastic)
         problem = attempt.problem()
         if problem is None:
-            passed = "; ".join(each.why for each in refused)
-            return attempt.choice(f"{passed}; {offer['name']} is loaded" if passed else "")
+            newer = [each.why for each in refused if each.step > offer["step"]]
+            taken = [f"{offer['name']} is loaded"]
+            return attempt.choice("; ".join(newer + taken) if newer else "")
         refused.append(problem)
     _refuse(folder, everyone, refused, old=any(each["old"] for each in ranks))
+
+
+def _unreadable(ranks: list[dict[str, Any]], readable: set[str]) -> list[_Refused]:
+    """The saves whose manifest no rank can read."""
+    found = {name: entry for each in ranks for name, entry in each["unreadable"].items()}
+    return [
+        _Refused(f"{name} is damaged ({why})", step=step)
+        for name, (step, why) in found.items()
+        if name not in readable
+    ]
 
 
 def _seen(folder: Path) -> dict[str, Any]:
@@ -71,13 +79,15 @@ def _seen(folder: Path) -> dict[str, Any]:
     saves = find(folder)
     return {
         "offers": [_offer(saved) for saved in saves if saved.manifest],
-        "unreadable": {saved.path.name: saved.why for saved in saves if not saved.manifest},
+        "unreadable": {
+            saved.path.name: (saved.step, saved.why) for saved in saves if not saved.manifest
+        },
         "old": any(folder.glob("worker-*/.metadata")),
     }
 
 
 def _offer(saved: Saved) -> dict[str, Any]:
-    known = ("id", "order", "workers", "ranks", "at_stop")
+    known = ("id", "order", "step", "workers", "ranks", "at_stop")
     return {name: saved.manifest[name] for name in known} | {"name": saved.path.name}
 
 

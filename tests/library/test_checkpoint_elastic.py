@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import palsgd
+from palsgd.everyone import Everyone
 from support.checkpoints import loaded_quietly, place
 from support.core_access import anchor_of
 from support.problems import linear, regression_gradient, regression_start, vector
@@ -68,17 +69,25 @@ def save_at(folder, clock, disks="one", **rules):
     return opt.ledger.as_dict()
 
 
+def refuse(*_, **__):
+    raise AssertionError("a file that lies on the disk is sent")
+
+
 def go_on(folder, clock, disks="one", elastic=True, **rules):
     model, opt = build(**rules)
-    loaded, said = loaded_quietly(
-        place(folder, dist.get_rank(), disks), model, opt, elastic=elastic
-    )
-    first = opt.clock
-    may_save = opt.may_save
+    with pytest.MonkeyPatch.context() as patch:
+        if disks == "one":
+            patch.setattr(Everyone, "send", refuse)
+        loaded, said = loaded_quietly(
+            place(folder, dist.get_rank(), disks), model, opt, elastic=elastic
+        )
+    found = dict(first=opt.clock, may_save=opt.may_save, start=vector(model))
+    with opt.anchor_weights():
+        found["global"] = vector(model)
     advance(model, opt, clock)
-    return dict(
+    return found | dict(
         weights=vector(model), anchor=anchor_of(opt).numpy().copy(), said=said, loaded=loaded,
-        first=first, ledger=opt.ledger.as_dict(), text=str(opt.ledger), may_save=may_save,
+        ledger=opt.ledger.as_dict(), text=str(opt.ledger),
     )  # fmt: skip
 
 
@@ -190,6 +199,10 @@ def test_whatever_a_run_keeps_goes_on_with_another_number_of_workers(
     clock = 2 * H + rules.get("delay", 0)
     world.run(save_at, workers=before, folder=str(tmp_path), clock=clock, **rules)
     got = world.run(go_on, workers=after, folder=str(tmp_path), clock=5 * H, **rules)
+    for each in got[before:]:  # those that join
+        np.testing.assert_array_equal(each["start"], each["global"])
+    if rules.get("method") == "EASGD":  # whose local models stay apart
+        assert not np.array_equal(got[0]["start"], got[0]["global"])
     ends = [each["anchor"] for each in got]
     assert all(np.isfinite(end).all() for end in ends)
     for end in ends[1:]:

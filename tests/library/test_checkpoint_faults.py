@@ -207,6 +207,16 @@ def test_damage_without_an_older_save_is_a_valueerror_that_names_the_file(tmp_pa
             assert "\n" not in str(error.value)
 
 
+def test_damage_to_an_older_save_is_not_worth_a_word(tmp_path):
+    model, opt = build(Alone())
+    for clock in (3, 6):
+        advance(model, opt, clock)
+        palsgd.checkpoint.save(tmp_path, model, opt)
+    (tmp_path / "step-3" / "manifest.json").write_text("{}")
+    loaded = palsgd.checkpoint.load(tmp_path, *build(Alone(), seed=9))
+    assert (loaded.clock, loaded.older, loaded.why) == (6, False, "")
+
+
 def test_damage_on_one_worker_takes_all_workers_to_the_same_older_save(tmp_path, undisturbed):
     values_of(forked(save_at_stops, workers=2, folder=tmp_path, disks="one"))
     file = tmp_path / "disk" / "step-10" / "worker-1" / "rank-0.safetensors"
