@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
-import palsgd
+from palsgd import PALSGD, ElasticTransport, events, until
 
 WORKERS, STEPS = 3, 1000
 
@@ -32,42 +32,47 @@ def train(*, stands_by: bool) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stands_by:
         stand_by()
-    transport = palsgd.ElasticTransport(min_workers=2)
-    opt = palsgd.PALSGD(model, inner, sync_every=25, transport=transport)
+    transport = ElasticTransport(min_workers=2)
+    opt = PALSGD(model, inner, sync_every=25, transport=transport)
     tell(transport, opt)
 
     own = train[transport.worker :: WORKERS]  # a worker that comes back has the same examples
     loader = DataLoader(TensorDataset(images[own], labels[own]), batch_size=32, shuffle=True)
-    for batch, target in palsgd.until(loader, opt, steps=STEPS):
+    for batch, target in until(loader, opt, steps=STEPS):
         time.sleep(0.01)  # a larger model would take so long
         nn.functional.cross_entropy(model(batch), target).backward()
         opt.step()
         opt.zero_grad()
 
     accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
-    print(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
+    say(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
 
 
-def tell(transport: palsgd.ElasticTransport, opt: palsgd.PALSGD) -> None:
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # at once, as several processes write to one terminal
+    sys.stdout.flush()
+
+
+def tell(transport: ElasticTransport, opt: PALSGD) -> None:
     """Have what happens printed by one worker, the highest."""
-    print(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
+    say(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
 
-    def left(event: palsgd.events.Left) -> None:
+    def left(event: events.Left) -> None:
         if event.worker == max(transport.members):
-            print(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
+            say(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
 
-    def joined(event: palsgd.events.Joined) -> None:
+    def joined(event: events.Joined) -> None:
         if event.worker == max(transport.members):
-            print(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
+            say(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
 
-    opt.on(palsgd.events.Left, left)
-    opt.on(palsgd.events.Joined, joined)
+    opt.on(events.Left, left)
+    opt.on(events.Joined, joined)
 
 
 def start(number: int, store: TCPStore, role: str = "worker") -> subprocess.Popen[str]:
     place = {"RANK": number, "WORLD_SIZE": WORKERS, "MASTER_PORT": store.port}
     environment = os.environ | {name: str(value) for name, value in place.items()}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, __file__, role]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
 
@@ -79,7 +84,7 @@ def main() -> int:
     workers = [start(number, store) for number in range(WORKERS)]
     wait_for(store, "palsgd 0 0/latest")  # the workers have met
     time.sleep(1.0)
-    print("worker 0 is killed, and another process takes its place")
+    say("worker 0 is killed, and another process takes its place")
     workers[0].kill()
     spare.communicate("go")
     return max(worker.wait() for worker in [*workers[1:], spare])

@@ -167,8 +167,8 @@ class Syncer:
         # The means are kept until the last message has arrived. With one bucket they are kept in
         # the bucket. With several they are kept in the local parameters, which the sync overwrites
         # afterwards. A fragment has one bucket of any size if the local model has low precision, is
-        # trained before the means are applied, or is read by the method's own rules.
-        # So it is if a sync may have to be repeated, which needs the local model.
+        # trained before the means are applied, is read by the method's own rules, or is sent again
+        # when a worker is lost.
         self._low = any(t.dtype != self.replica.dtype for t in self.replica.local())
         rules = any(method.overrides(slot) for slot in ("payload", "apply", "restart", "weights"))
         rules = rules or averaged is not None or blend is not None

@@ -18,6 +18,7 @@ from torch import Tensor
 from palsgd.auto_interval import AutoInterval
 from palsgd.checks import warn
 from palsgd.digest import chained
+from palsgd.errors import SyncError
 from palsgd.events import (
     Averaged,
     IntervalChosen,
@@ -203,7 +204,7 @@ class Worker:
         if self.warming_up or self._at_end() or self.leaving:
             return
         if not self.at.has_anchor:
-            yield from self._start_local_phase()
+            yield from self._or_join("the start", self._start_local_phase())
         if self.leads or self._moved:  # then steps without data change the model
             yield from self._to_next_gradient(None)
         if self.leads:
@@ -594,16 +595,7 @@ class Worker:
         return late[0]
 
     def _exchange(self, due: list[Due], round: int) -> Exchange:
-        try:
-            yield from self._exchange_all(due, round)
-        except LeftOutError:
-            steps = self.at.clock - min(self.at.sent_at)
-            warn(
-                f"worker {self.number} came too late to {self._where(due[0].fragment)}: the others "
-                f"have gone on without it, so it drops its {steps} steps since its last sync and "
-                "goes on from their global model; raise the deadline if that happens often"
-            )
-            yield from self.join(fresh=False)
+        yield from self._or_join(self._where(due[0].fragment), self._exchange_all(due, round))
 
     def _exchange_all(self, due: list[Due], round: int) -> Exchange:
         through: list[Outcome] = []
@@ -666,6 +658,19 @@ class Worker:
             except RepeatError:  # a worker was lost while the others connected
                 continue
         self._note_members()
+
+    def _or_join(self, where: str, exchange: Exchange) -> Exchange:
+        """Run an exchange; if the others have gone on without this worker, join them again."""
+        try:
+            yield from exchange
+        except LeftOutError:
+            steps = self.at.clock - min(self.at.sent_at) if self.at.has_anchor else self.at.clock
+            warn(
+                f"worker {self.number} came too late to {where}: the others have gone on without "
+                f"it, so it drops its {steps} steps since its last sync and goes on from their "
+                "global model; raise the deadline if that happens often"
+            )
+            yield from self.join(fresh=False)
 
     def _let_in(self) -> Exchange:
         """Give the state after this sync to newcomers, who train from here on. At the end of
@@ -919,7 +924,14 @@ class Worker:
 
     def average_buffers(self) -> Exchange:
         """Average the recomputed buffers over the workers into the global model's buffers."""
-        yield from self._together("recompute_buffers()", self._average_buffers, patient=True)
+        where = "recompute_buffers()"
+        try:
+            yield from self._together(where, self._average_buffers, patient=True)
+        except LeftOutError:
+            raise SyncError(
+                f"the others have gone on without worker {self.number} while it was in {where}; "
+                "start this worker again"
+            ) from None
 
     def _average_buffers(self) -> Exchange:
         buffers, workers = self.warmup.buffers, self.facts.workers

@@ -119,6 +119,7 @@ def test_the_loop_of_the_page_on_two_levels_trains_two_workers_of_two_ranks(worl
 def trained_by_the_elastic_page(port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(dist.get_rank())}
+    dist.barrier()  # both have connected
     dist.destroy_process_group()  # the page has none
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 1)

@@ -129,6 +129,7 @@ def train(
         "weights": model.weight.detach().view(-1).numpy().copy(),
         "ledger": opt.ledger.as_dict(),
         "clock": opt.clock,
+        "lr": opt.param_groups[0]["lr"],
     }
 
 

@@ -6,11 +6,16 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import suppress
+from functools import partial
+from subprocess import PIPE
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import StepLR
 
 import palsgd
 from palsgd.transports import ProcessGroupTransport
@@ -94,6 +99,29 @@ def test_two_workers_that_stay_get_the_bits_of_a_process_group(world, name):
         np.testing.assert_array_equal(plain, elastic)
 
 
+def group_job():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        transport = palsgd.ElasticTransport()
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.zeros_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = palsgd.LocalSGD(model, inner, sync_every=2, transport=transport)
+    for _ in palsgd.until([0], opt, steps=4):
+        (model(torch.ones(1, 2)) * (1 + transport.worker)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return transport.members, model.bias.item(), [str(each.message) for each in caught]
+
+
+def test_the_workers_of_a_process_group_begin_a_run_and_are_told_where_its_store_may_be(world):
+    (members, bias, told), other = world.run(group_job, workers=2)
+    assert members == (0, 1)
+    assert bias == other[1] == pytest.approx(-0.1 * 4 * 1.5)
+    assert any("store of this process group may live in one of the workers" in t for t in told)
+
+
 # -- lost in an exchange ---------------------------------------------------------------------------
 
 
@@ -172,18 +200,21 @@ def test_nobody_applies_a_sync_that_another_worker_has_lost(company):
         assert outcome["ledger"]["changes"] == []
 
 
+HALVED = partial(StepLR, step_size=30, gamma=0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optimizer": "PALSGD", "compress": "int8", "momentum": 0.9},
+        {"optimizer": "PALSGD", "compress": "int8", "momentum": 0.9, "scheduler": HALVED},
         {"optimizer": "PALSGD", "delay": 1, "fragments": 2, "draws": "independent"},
         {"optimizer": "SCAFFOLD"},
         {"optimizer": "SlowMo", "momentum": 0.9, "delay": 4},
         {"optimizer": "EASGD"},
         {"optimizer": "FedProx", "mu": 0.1, "sync_every": "auto"},
     ],
-    ids=lambda settings: " ".join(map(str, settings.values())),
+    ids=lambda settings: settings["optimizer"],
 )
 def test_every_kind_of_state_reaches_a_newcomer(company, settings):
     """Anchors and the states that methods share are compared at every sync, so a newcomer that
@@ -197,6 +228,7 @@ def test_every_kind_of_state_reaches_a_newcomer(company, settings):
     for outcome in (found[0], found[2], found[3]):
         assert outcome.get("clock") == 80, outcome
         np.testing.assert_array_equal(outcome["anchor"], found[0]["anchor"])
+        assert outcome["lr"] == found[0]["lr"]
         assert outcome["ledger"]["history"][-1]["workers"] == 3
     assert found[3]["worker"] == 1  # the lowest number that is free
 
@@ -204,23 +236,25 @@ def test_every_kind_of_state_reaches_a_newcomer(company, settings):
 # -- late workers ----------------------------------------------------------------------------------
 
 
-class SleepAt:
-    def __init__(self, clock, seconds):
-        self.clock, self.seconds = clock, seconds
+class LateAt:
+    """Comes to a clock, and goes on when the others have met without it."""
+
+    def __init__(self, clock):
+        self.clock = clock
 
     def __call__(self, opt):
-        if opt.clock == self.clock:
-            self.clock = -1
-            time.sleep(self.seconds)
+        while opt.clock == self.clock and not self.passed(opt.transport):
+            time.sleep(0.05)
+
+    def passed(self, transport):
+        return transport._board.read("latest")["meeting"] > transport._membership.meeting
 
 
 @pytest.mark.slow
 def test_a_worker_that_misses_the_deadline_is_left_out_and_goes_on_from_the_global_model(company):
-    over = {"deadline": patient(0.5)}
-    late = SleepAt(9, patient(2.0))
     for number in range(3):
-        at = late if number == 1 else AwaitNewcomer(17)
-        company.start(number, 3, steps=40, at=at, transport=over)
+        at = LateAt(9) if number == 1 else AwaitNewcomer(17)
+        company.start(number, 3, steps=40, at=at, transport={"deadline": patient(2.0)})
     found = company.outcomes()
     for outcome in found:
         np.testing.assert_array_equal(outcome["weights"], found[0]["weights"])
@@ -333,11 +367,16 @@ def test_without_a_store_the_error_says_how_to_hold_one(monkeypatch):
 @pytest.mark.slow
 def test_the_example_kills_a_worker_and_takes_it_in_again():
     script = ROOT / "examples" / "elastic.py"
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=patient(100)
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    with subprocess.Popen(
+        [sys.executable, script], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+    ) as example:
+        try:
+            out, err = example.communicate(timeout=patient(250))
+        finally:
+            with suppress(ProcessLookupError):  # its workers too
+                os.killpg(example.pid, signal.SIGKILL)
+    assert example.returncode == 0, err
+    lines = out.splitlines()
     assert any("without (0,), 2 workers go on" in line for line in lines)
     assert any("with (0,), there are 3 workers" in line for line in lines)
     assert len({line.split("accuracy ")[1] for line in lines if "accuracy" in line}) == 1

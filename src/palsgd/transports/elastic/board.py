@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -67,14 +66,13 @@ class Board:
 
     _made: ClassVar[Counter[str]] = Counter()  # boards of this process, by their stores
 
-    def __init__(self, store: Store, timeout: float):
+    def __init__(self, store: Store):
         self.host = getattr(store, "host", "127.0.0.1")  # where the store is
         # Several transports of a program have parts of the store of their own, in the order in
         # which the program makes them. So have the attempts of torchrun.
         where = f"{self.host} {getattr(store, 'port', id(store))}"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = PrefixStore(f"palsgd {attempt} {self._made[where]}", store)
-        self.store.set_timeout(timedelta(seconds=timeout))
         self._made[where] += 1
 
     def note(self, key: str, value: Any) -> None:

@@ -1,8 +1,8 @@
 """Tells a worker that is gone from one that is late.
 
-Each worker listens on a port for as long as it takes part. The operating system accepts a
-connection for a process that computes or is stopped, and refuses one as soon as the process has
-ended, however it ended. So no worker has to say again and again that it is alive.
+Each worker listens on a port for as long as it takes part. The operating system takes a call for a
+process that computes or is stopped, and ends all calls as soon as the process has ended, however it
+ended. So no worker has to say again and again that it is alive.
 """
 
 import os
@@ -10,10 +10,11 @@ import socket
 import time
 import weakref
 from collections.abc import Mapping
+from typing import Self
 
 Address = tuple[str, int]
 
-_ANSWER_S = 1.0  # how long a connection may take
+_ANSWER_S = 1.0  # how long a call may ring
 _open: "weakref.WeakSet[Doorbell]" = weakref.WeakSet()
 
 
@@ -24,20 +25,45 @@ class Doorbell:
         """`reached_from` is a host to which the other workers have a connection too."""
         self._socket = socket.create_server((_own_host(reached_from), 0), backlog=1024)
         self._socket.setblocking(False)
+        self._calls: list[socket.socket] = []
         self.address: Address = self._socket.getsockname()[:2]
-        weakref.finalize(self, self._socket.close)
+        weakref.finalize(self, _close, self._socket, self._calls)
         _open.add(self)
 
     def answer(self) -> None:
-        """Accept and drop the connections so far, so that there is room for later ones."""
+        """Take the calls so far, and drop those that are over, so that there is room for others. A
+        worker that still waits for this one would take the end of its call for the end of this
+        worker."""
         while True:
             try:
-                self._socket.accept()[0].close()
+                call = self._socket.accept()[0]
             except OSError:
-                return
+                break
+            call.setblocking(False)
+            self._calls.append(call)
+        over = [call for call in self._calls if _is_over(call)]
+        for call in over:
+            call.close()
+            self._calls.remove(call)
 
     def close(self) -> None:
-        self._socket.close()
+        _close(self._socket, self._calls)
+
+
+def _close(bell: socket.socket, calls: list[socket.socket]) -> None:
+    bell.close()
+    while calls:
+        calls.pop().close()
+
+
+def _is_over(call: socket.socket) -> bool:
+    """Has the other side ended the call, or its process?"""
+    try:
+        return not call.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _own_host(peer: str) -> str:
@@ -60,13 +86,19 @@ os.register_at_fork(after_in_child=_close_in_child)
 def answers(address: Address) -> bool | None:
     """Does somebody listen there? None if there is no answer at all, as from a machine that is off
     or a link that is cut."""
+    call, listens = _called(address)
+    if call is not None:
+        call.close()
+    return listens
+
+
+def _called(address: Address) -> tuple[socket.socket | None, bool | None]:
     try:
-        socket.create_connection(address, timeout=_ANSWER_S).close()
+        return socket.create_connection(address, timeout=_ANSWER_S), True
     except ConnectionRefusedError:
-        return False
+        return None, False
     except OSError:
-        return None
-    return True
+        return None, None
 
 
 class Lookout:
@@ -75,12 +107,34 @@ class Lookout:
 
     def __init__(self, addresses: Mapping[int, Address], patience: float):
         self._addresses, self._patience = addresses, patience
+        self._calls: dict[int, socket.socket] = {}
         self._silent_since: dict[int, float] = {}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for call in self._calls.values():
+            call.close()
+
     def gone(self, number: int) -> bool:
-        answer = answers(self._addresses[number])
-        if answer is None:
+        if number in self._calls:
+            return _is_over(self._calls[number])
+        call, listens = _called(self._addresses[number])
+        if call is not None:
+            self._calls[number] = call
+            call.setblocking(False)
+            _keep_alive(call, self._patience)
+        if listens is None:
             since = self._silent_since.setdefault(number, time.monotonic())
             return time.monotonic() - since > self._patience
-        self._silent_since.pop(number, None)
-        return not answer
+        return not listens
+
+
+def _keep_alive(call: socket.socket, patience: float) -> None:
+    """Have the operating system end a call whose other machine gives no answer for so long."""
+    third = max(1, round(patience / 3))
+    call.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", third), ("TCP_KEEPINTVL", third), ("TCP_KEEPCNT", 2)):
+        if hasattr(socket, name):  # Linux
+            call.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -23,6 +23,7 @@ from palsgd.transports.elastic.doorbell import Address, Doorbell, Lookout, answe
 from palsgd.transports.requests import LeftOutError, RepeatError
 
 START_S = 1800.0  # how long the workers that begin a run wait for each other, as torch does
+_LOOK_S = 0.1  # between two looks whether those who have not come are gone
 _KEPT = 64  # meetings whose keys stay in the store, for workers that are late
 _APPLY, _REPEAT = "apply", "repeat"
 
@@ -212,20 +213,19 @@ class Membership:
     ) -> Any:
         """What is decided under `key`. This worker proposes it itself when all who have not come to
         the stage are gone, or when the time is over."""
-        lookout = Lookout(self.roster.members, self._timeout)
-        interval = 0.05
-        while True:
-            limit = time.monotonic() + interval
-            limit = limit if until is None else min(limit, until)
-            found = self._awaited(lambda: self._board.read(key), limit)
-            if found is not None:
-                return found
-            present, over = self._present(stage), until is not None and time.monotonic() >= until
-            missing = [number for number in self.members if number not in present]
-            if over or all(lookout.gone(number) for number in missing):
-                return self._board.decide(key, propose(present))
-            self._check_passed()
-            interval = min(1.0, 2 * interval)
+        with Lookout(self.roster.members, self._timeout) as lookout:
+            while True:
+                limit = time.monotonic() + _LOOK_S
+                limit = limit if until is None else min(limit, until)
+                found = self._awaited(lambda: self._board.read(key), limit)
+                if found is not None:
+                    return found
+                over = until is not None and time.monotonic() >= until
+                present = self._present(stage)
+                missing = [number for number in self.members if number not in present]
+                if over or all(lookout.gone(number) for number in missing):
+                    return self._board.decide(key, propose(present))
+                self._check_passed()
 
     def _present(self, stage: str) -> list[int]:
         """The workers that have come to a stage of this meeting."""
@@ -301,9 +301,10 @@ class Membership:
         key = f"admitted {ticket}"
         while True:
             found = self._awaited(lambda: self._board.read(key), time.monotonic() + 1.0)
-            latest = self._board.read("latest")
             if found is not None:
                 return found
+            self._bell.answer()
+            latest = self._board.read("latest")
             if latest is None:  # the first meeting has not been yet
                 continue
             roster = Roster.of_note(latest["roster"])

@@ -74,7 +74,7 @@ class ElasticTransport(Transport):
                 check_number(name, seconds, "a number of seconds > 0", low=0.0, high=math.inf)
         start = find_start(group, store)
         self._timeout = timeout
-        self._board = Board(start.store, timeout)
+        self._board = Board(start.store)
         self._membership = Membership(
             self._board, start, min_workers=min_workers, deadline=deadline, timeout=timeout
         )
