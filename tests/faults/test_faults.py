@@ -76,14 +76,14 @@ def found(records, kind: str, scenario: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "scenario"), GO_ON, ids=" ".join)
+@pytest.mark.parametrize(("kind", "scenario"), GO_ON, ids=map(" ".join, GO_ON))
 def test_a_run_that_is_disturbed_goes_on_to_the_same_weights(records, kind, scenario):
     record = found(records, kind, scenario)
     assert record["outcome"] == "survived", record["text"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "scenario"), END, ids=" ".join)
+@pytest.mark.parametrize(("kind", "scenario"), END, ids=map(" ".join, END))
 def test_a_run_that_ends_does_so_in_clear_words_and_resumes_to_the_same_weights(
     records, kind, scenario
 ):

@@ -141,7 +141,8 @@ def _perform(job: Any, transport: Piped, kwargs: Any) -> Outcome:
 
 
 class Death:
-    """Ends this process at the `count`-th call of a function, before it or after."""
+    """Ends this process before the `count`-th call of a function, or after it or the next one that
+    succeeds."""
 
     def __init__(self, place: Any, name: str, count: int, *, after: bool = False):
         self._call, self._left, self._after = getattr(place, name), count, after
@@ -152,7 +153,7 @@ class Death:
         if self._left == 0 and not self._after:
             os._exit(KILLED)
         found = self._call(*args, **kwargs)
-        if self._left == 0:
+        if self._left <= 0:
             os._exit(KILLED)
         return found
 
