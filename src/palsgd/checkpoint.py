@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from palsgd import step_folders, stored_tree, tensor_files
 from palsgd.agreement import versions
 from palsgd.checks import check_int, warn
+from palsgd.disk import force, naming
 from palsgd.errors import NonFiniteError
 from palsgd.everyone import Everyone
 from palsgd.finite import all_finite
@@ -223,7 +224,7 @@ def _write_model(path: Path, tensors: dict[str, Tensor], texts: dict[str, str]) 
     try:
         tensor_files.write(part, tensors, texts)
         os.replace(part, path)
-        step_folders.force(path.parent)
+        force(path.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -321,11 +322,9 @@ def _write(part: Path, model: nn.Module, opt: LocalOptimizer, extra: Any) -> dic
                 "extra": extra,
             }
         )
-        try:
+        with naming(path):
             written = tensor_files.write(path, tensors, {_TEXT: text})
-        except OSError as error:  # it does not know the path where the disk is full
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    step_folders.force(path.parent)
+    force(path.parent)
     return {
         "file": str(path.relative_to(part)),
         "worker": worker,

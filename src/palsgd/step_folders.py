@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from palsgd.disk import force
+
 SCHEMA = 1
 MANIFEST = "manifest.json"
 _KEYS = {"id", "order", "step", "workers", "ranks", "at_stop", "files", "here"}
@@ -156,15 +158,6 @@ def commit(part: Path, whole: Path, manifest: dict[str, Any]) -> None:
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def force(folder: Path) -> None:
-    """Force the names in a folder onto the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # -- how a save disappears ---------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Files that are written whole or not at all."""
 
+import errno
 import os
 
 import pytest
@@ -30,10 +31,10 @@ def test_what_could_not_take_its_name_leaves_the_old_file_and_nothing_beside_it(
     atomic_write(path, "old")
 
     def full(*args):
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*summary\.json'"):
         atomic_write(path, "new")
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     assert path.read_text() == "old"

@@ -12,10 +12,12 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
-from palsgd.lab import run_set, workloads
+from palsgd.lab import launcher, run_set, workloads
 from palsgd.lab.methods import default_names
+from palsgd.lab.order import Job
 from palsgd.lab.report import find_runs, write_report
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import Options, run_all
@@ -456,6 +458,24 @@ def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
         "go on with whatever number there is"
     )
     assert "ValueError" not in said.err
+
+
+def jobs_of_rank_0(lr):
+    """The folder and learning rate of the job that this rank is given. `lr` is what each rank was
+    started with."""
+    rank = dist.get_rank()
+    job = Job(
+        settings=Settings(workload="digits", lr=lr[rank]), folder=Path(f"digits-{rank}"),
+        data=None, download=False, resume=False, quiet=True,
+    )  # fmt: skip
+    return [(job.folder.name, job.settings.lr) for job in launcher._as_rank_0_has_them([job])]
+
+
+def test_ranks_that_were_started_with_other_settings_are_refused(world):
+    assert world.run(jobs_of_rank_0, workers=2, lr=[0.1, 0.1]) == [[("digits-0", 0.1)]] * 2
+    for outcome in world.outcomes(jobs_of_rank_0, workers=2, lr=[0.1, 0.2]):
+        assert outcome.error == "ValueError"
+        assert outcome.message.startswith("lr differs between workers: rank 1 has 0.2, rank 0 has")
 
 
 # -- stopping and going on -----------------------------------------------------------------------

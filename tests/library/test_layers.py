@@ -12,9 +12,9 @@ ROOT = Path(palsgd.__file__).parent
 # From the bottom to the top. A module imports from its own layer and from those below; imports for
 # types, and those inside functions, count too.
 LAYERS = (
-    ("checks", "digest", "errors", "events", "feed", "finite", "flat", "interrupts", "json_files"),
-    ("outer", "progress", "references", "rows", "scalars", "sharding", "step_folders"),
-    ("stored_tree", "tensor_files", "unsynced", "units"),
+    ("checks", "digest", "disk", "errors", "events", "feed", "finite", "flat", "interrupts"),
+    ("json_files", "outer", "progress", "references", "rows", "scalars", "sharding"),
+    ("step_folders", "stored_tree", "tensor_files", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "pacing", "replica", "schedule"),
         *("process_groups", "two_levels", "wrapped"),

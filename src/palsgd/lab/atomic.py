@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from palsgd.disk import force, naming
+
 PART = "part"  # how the name of a file ends that is not yet whole
 
 
@@ -16,21 +18,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.{PART}")
     try:
-        yield part
-        force(part)
-        os.replace(part, path)
-        force(path.parent)
+        with naming(path):
+            yield part
+            force(part)
+            os.replace(part, path)
+            force(path.parent)
     finally:
         part.unlink(missing_ok=True)
-
-
-def force(path: Path) -> None:
-    """Force a file, or the names in a folder, onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:

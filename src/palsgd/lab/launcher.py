@@ -37,6 +37,7 @@ from palsgd.leaving import EXIT_CODE
 from palsgd.process_groups import join
 from palsgd.progress import Whole
 from palsgd.transports.json_exchange import gathered
+from palsgd.transports.transport import check_agreement
 
 log = logging.getLogger("palsgd")
 
@@ -264,12 +265,25 @@ def _workload(job: Job, device: torch.device, load: Callable[..., Workload]) -> 
 
 def _as_rank_0_has_them(jobs: list[Job]) -> list[Job]:
     """The jobs that rank 0 has. Another machine with its own disk may not see which runs are
-    finished."""
-    rank_0 = gathered(
-        [job.as_json() for job in jobs] if dist.get_rank() == 0 else None,
-        read=lambda found: found and [Job.read(each) for each in found],
-    )[0]
-    return rank_0 or []
+    finished. Ranks that were started with other settings are refused."""
+    everyone = gathered(
+        [job.as_json() for job in jobs], read=lambda found: [Job.read(each) for each in found]
+    )
+    for rank, theirs in enumerate(everyone):
+        for ours, other in _alike(everyone[0], theirs):
+            check_agreement(
+                [ours.settings.as_dict(), other.settings.as_dict()], ["rank 0", f"rank {rank}"]
+            )
+    return everyone[0]
+
+
+def _alike(jobs: list[Job], others: list[Job]) -> list[tuple[Job, Job]]:
+    """The jobs of two ranks that are the same run. Folders may be called after the second in which
+    a rank was started; where a rank has fewer runs left to do, their folders tell."""
+    if len(jobs) == len(others):
+        return list(zip(jobs, others, strict=True))
+    named = {job.folder.name: job for job in others}
+    return [(job, named[job.folder.name]) for job in jobs if job.folder.name in named]
 
 
 def _place(wanted: str) -> tuple[torch.device, str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from palsgd import registry
 from palsgd.checks import in_error
+from palsgd.disk import naming
 from palsgd.json_files import json_value, read_json_object, read_text
 from palsgd.lab.atomic import PART, atomic_path, atomic_write
 from palsgd.lab.methods import is_baseline
@@ -88,7 +89,8 @@ class RunFolder:
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add lines to metrics.jsonl. They are on the disk when this returns, so that a checkpoint
         that is written next is never ahead of them."""
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        path = self.path / "metrics.jsonl"
+        with naming(path), open(path, "a", encoding="utf-8") as file:
             file.writelines(_text(line) for line in lines)
             file.flush()
             os.fsync(file.fileno())
