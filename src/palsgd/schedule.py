@@ -19,6 +19,7 @@ from palsgd.checks import LONGEST_ROUND, check_choice, check_int, check_mix_prob
 
 EVEN_DRAWS = ("balanced", "independent", "shared")  # those under which no worker's speed matters
 DRAWS = (*EVEN_DRAWS, "paced")
+LARGEST_SEED = 2**128 - 1  # a plan needs no state, so that its seed may be any that is drawn
 MOST_RAISED = 3.0  # with paced draws a gradient step uses at most so many times the learning rate
 
 
@@ -67,7 +68,7 @@ def round_plan(
         >>> slow.count(False)
         2
     """
-    seed, worker = check_int("seed", seed), check_int("worker", worker)
+    seed, worker = check_int("seed", seed, most=LARGEST_SEED), check_int("worker", worker)
     round = check_int("round", round)
     steps = check_int("sync_every", sync_every, least=1, most=LONGEST_ROUND)
     check_mix_prob(mix_prob)

@@ -85,7 +85,7 @@ def test_every_field_can_be_given_as_text():
         ({"speeds": "1:0.5", "workers": 2}, "add draws=paced, or leave it out"),
         ({"speeds": "1:0.5:1", "draws": "paced", "workers": 2}, "must be 2 numbers > 0, one for"),
         ({"speeds": "1:fast", "draws": "paced", "workers": 2}, "such as speeds=1:0.5"),
-        ({"speeds": "1:0", "draws": "paced", "workers": 2}, "speeds=1:0 must be 2 numbers > 0"),
+        ({"speeds": "1:0", "draws": "paced", "workers": 2}, "speeds='1:0' must be 2 numbers > 0"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_value(changes, said):

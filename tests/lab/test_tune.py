@@ -313,7 +313,8 @@ def test_methods_get_equally_many_runs_and_examples_by_the_ledger(small):
         assert len(folders) == small.record["methods"][method]["runs"] == 4 + 2 + 2 * 2
         counted = [folder.summary()["gradient_steps"] * 2 * 8 for folder in folders]
         assert small.record["methods"][method]["gradient_examples"] == sum(counted)
-        assert all(budget - 16 * 16 < examples <= budget for examples in counted)
+        # whole rounds of 16 steps, of which a few more mix by chance
+        assert all(budget - 2 * 16 * 16 < examples <= budget for examples in counted)
     mixed = [config["steps"] for config in configs(small) if config["method"] == "palsgd"]
     assert all(steps >= 100 for steps in mixed)
     assert max(mixed) > 100  # a method that skips gradients has more steps
@@ -367,7 +368,8 @@ def test_a_sentence_for_each_method_names_settings_loss_and_edges(small):
     record = small.record["methods"]["ddp"] | {"edges": {"lr": "highest"}, "failed": 1}
     odd = Tuning(small.path, small.runs, {"methods": {"ddp": record}})
     (sentence,) = odd.verdicts
-    assert f"ddp: lr={record['settings']['lr']}" in sentence
+    assert sentence.startswith("ddp: ")
+    assert f", lr={record['settings']['lr']}, " in sentence
     assert "(n = 2, seeds deviate by " in sentence
     assert "at an edge of the search, better ones may lie beyond: lr at the" in sentence
     assert sentence.endswith("1 of 10 runs failed")
@@ -452,7 +454,7 @@ def test_the_command_writes_the_file_and_says_what_was_chosen(tmp_path):
         (("--trials", 0), "trials=0 must be a whole number >= 1"),
         (("--out", "tuned"), "--out tuned is no YAML file; give for instance tuned/tuned.yaml"),
         (("--methods", "ddq"), "ddq"),
-        (("--steps", 20), "20 gradients are too few for warmup_steps=40"),
+        (("--steps", 4), "4 gradients are too few for warmup_steps=0 and a round of sync_every=16"),
     ],
 )
 def test_bad_input_gets_one_line(tmp_path, monkeypatch, words, said):

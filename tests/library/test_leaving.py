@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -198,6 +199,7 @@ def test_a_worker_that_waits_for_a_lost_one_leaves_within_its_bound_or_when_aske
         lost.send_signal(signal.SIGSTOP)
         for _ in range(1 + again):
             waits.send_signal(signal.SIGTERM)
+            time.sleep(1)  # two at once are one
         _, err = waits.communicate(timeout=patient(30))
         lost.send_signal(signal.SIGCONT)
     assert waits.returncode == EXIT_CODE

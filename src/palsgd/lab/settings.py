@@ -139,8 +139,8 @@ class Settings:
             return
         if len(found) != self.workers or not all(0 < speed < math.inf for speed in found):
             raise ValueError(
-                f"speeds={self.speeds} must be {self.workers} numbers > 0, one for each worker, "
-                f"such as speeds={':'.join(['1'] * (self.workers - 1) + ['0.5'])}"
+                f"speeds={in_error(self.speeds)} must be {self.workers} numbers > 0, one for each "
+                f"worker, such as speeds={':'.join(['1'] * (self.workers - 1) + ['0.5'])}"
             )
         if self.draws != "paced":
             raise ValueError(

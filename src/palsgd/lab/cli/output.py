@@ -18,7 +18,7 @@ def print_parts(parts: Iterable[Any]) -> None:
     from rich.console import Console
 
     console = Console()
-    wide = console if console.is_terminal else Console(width=200)
+    wide = console if console.is_terminal else Console(width=400)
     for part in parts:
         wide.print(part, highlight=False)
 

@@ -100,7 +100,17 @@ def _timed(values: Mapping[str, Any]) -> Timed:
         averaging=_rows("averaging", values["averaging"]),
         local=_rows("local", values["local"]),
         mixing_s=_seconds("mixing_s", values["mixing_s"]),
+        spans=[_span(each) for each in values.get("spans", [])],
     )
+
+
+def _span(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "worker": check_int("worker", values["worker"]),
+        "kind": check_text("kind", values["kind"]),
+        "start_s": _seconds("start_s", values["start_s"]),
+        "end_s": _seconds("end_s", values["end_s"]),
+    }
 
 
 def _rows(name: str, rows: Any) -> list[list[float]] | None:
