@@ -124,7 +124,9 @@ def test_a_worker_that_stalls_for_good_is_replaced_after_the_timeout(undisturbed
         os.kill(children(process.pid)[1], signal.SIGSTOP)
         _, err = process.communicate(timeout=patient(120))
     assert process.returncode == 0, err
-    assert "SyncError" in err
+    # The worker that waits may be in a sync, or in another exchange, such as that of a save.
+    assert "SyncError" in err or "Timed out waiting" in err
+    assert "all workers start again from the last checkpoint (1 of 1)" in err
     assert_same_run(run, undisturbed("plain"))
 
 
