@@ -280,7 +280,15 @@ CASES = {
 }
 
 
-def main() -> None:
+def attempt(case: Callable[..., Row], args: argparse.Namespace, data: Path) -> Row:
+    """A case that breaks is told in the record, and the others are measured all the same."""
+    try:
+        return case(args, data)
+    except (RuntimeError, ValueError) as error:
+        return {"failed": str(error)}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -297,7 +305,7 @@ def main() -> None:
         make_data(Path(folder), args.tiny)
         for name in args.cases:
             torch.compiler.reset()
-            row = record["cases"][name] = CASES[name](args, Path(folder))
+            row = record["cases"][name] = attempt(CASES[name], args, Path(folder))
             kept = {k: row[k] for k in ("gradient_steps", "runs", "engine") if k in row}
             record["untimed"][name] = kept
             print(name, json.dumps(row), flush=True)
@@ -305,6 +313,7 @@ def main() -> None:
             if args.device == "cuda":
                 torch.cuda.empty_cache()
     print(summary(record))
+    return int(any("failed" in row for row in record["cases"].values()))
 
 
 if __name__ == "__main__":
