@@ -181,7 +181,7 @@ def case_neo_8m(args: argparse.Namespace, data: Path) -> Row:
     rows, workers = (2, 2) if args.tiny else (256, 8)
     row = trained(
         args, data, "tinystories-gptneo-8m", rows * workers * 256, f"workers={workers}",
-        f"batch_size={rows}", "context=256", "warmup_steps=64", "sync_every=64", "steps=960",
+        f"batch_size={rows}", "context=256", "warmup_steps=64", "sync_every=64", "steps=600",
     )  # fmt: skip
     if not args.tiny:
         bare, _ = vectorized_step(language(args, NEO_8M, rows), workers, True, 2)

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from palsgd.checks import in_error
-from palsgd.simulator.batches import moved
+from palsgd.simulator.batches import moved, sent
 from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
 from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
@@ -126,9 +126,14 @@ class StackedWorkers:
         """The gradients, with one row per worker in `who`, and the losses of these workers. If rows
         are shared, `who` has all workers, and a row is the mean over the workers of a run."""
         try:
-            batch = moved(stacked_batch(batches), self.device)
+            batch = stacked_batch(batches)
         except UnequalBatchesError:  # such as the last batches of an epoch
             return self._one_by_one(who, batches)
+        return self.gradients_of(who, batch)
+
+    def gradients_of(self, who: list[int], batch: Any) -> Gradients:
+        """The same for batches that are stacked already."""
+        batch = moved(batch, self.device)
         if self.shared:
             grads, losses = self._differentiate(
                 self._sharing, self.params, self._by_run(self.buffers), self._by_run(batch)
@@ -302,7 +307,7 @@ class StackedWorkers:
         if len(who) == len(self.params[0]):
             self._inner.step(self.params, grads, columns, self.state, self.compiled)
             return
-        index = torch.tensor(who, device=self.device)
+        index = sent(torch.tensor(who), self.device)
         params = [x.index_select(0, index) for x in self.params]
         state = [[s.index_select(0, index) for s in kept] for kept in self.state]
         self._inner.step(params, grads, columns, state)
@@ -319,7 +324,8 @@ class StackedWorkers:
         if key not in self._columns:
             if len(self._columns) > 256:
                 self._columns.clear()
-            self._columns[key] = torch.tensor(rates, dtype=torch.float64, device=self.device)
+            column = torch.tensor(rates, dtype=torch.float64)
+            self._columns[key] = sent(column, self.device)
         return self._columns[key]
 
     def forget_nonfinite(self, worker: int) -> None:

@@ -31,6 +31,7 @@ from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
     clipped,
     fastest_convolutions,
+    joined_batch,
     writable,
 )
 from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
@@ -175,9 +176,13 @@ class Vectorized:
     # -- steps -----------------------------------------------------------------------------------
 
     def _take_gradients(self, who: list[int]) -> list[Tensor]:
-        places = [divmod(worker, self.workers) for worker in who]
-        batches = [self.runs[run].batch(k) for run, k in places]
-        grads, losses = self.stack.gradients(who, batches)
+        if len(who) == self.stack.count and all(run.has_joint_batch for run in self.runs):
+            joint = joined_batch([run.joint_batch() for run in self.runs])
+            grads, losses = self.stack.gradients_of(who, joint)
+        else:
+            places = [divmod(worker, self.workers) for worker in who]
+            batches = [self.runs[run].batch(k) for run, k in places]
+            grads, losses = self.stack.gradients(who, batches)
         self._losses.append((who, losses))
         return grads if self._max_norm is None else clipped(grads, self._max_norm)
 
