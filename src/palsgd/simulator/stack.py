@@ -98,18 +98,22 @@ class StackedWorkers:
         mine, theirs = (_named(each) for each in (self.tensors(), saved))
         copy_tensors(theirs, mine)
 
-    def compile(self, compiled: bool | str) -> None:
-        """Compile the programs that always run on all workers. A program for another number of
-        workers would be compiled again. A string is torch.compile's mode."""
-        self.compiled = bool(compiled)
+    def compile(self, compiled: bool | str, *, shared: bool = True, own: bool = True) -> None:
+        """Compile the programs that always run on all workers: that of rows that are `shared` and
+        that of each worker's `own` row. A program for another number of workers would be compiled
+        again. A string is torch.compile's mode."""
+        self.compiled = {"shared": bool(compiled) and shared, "own": bool(compiled) and own}
         mode = compiled if isinstance(compiled, str) else None
-        build = partial(torch.compile, mode=mode) if compiled else as_it_is
-        own = vmap(self._loss_of, randomness="different")
+        build = {
+            rows: partial(torch.compile, mode=mode) if wanted else as_it_is
+            for rows, wanted in self.compiled.items()
+        }
+        one_each = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
-        self._some = own
+        self._some = one_each
         try:
-            self._own = build(own)
-            self._sharing = build(vmap(one_run, randomness="different"))
+            self._own = build["own"](one_each)
+            self._sharing = build["shared"](vmap(one_run, randomness="different"))
         except RuntimeError as error:  # torch knows the names of its modes
             raise ValueError(f"compile={in_error(compiled)} is refused by torch: {error}") from None
 
@@ -253,7 +257,7 @@ class StackedWorkers:
         try:
             self.gradients(everyone, batches)
         except (RuntimeError, TypeError) as error:
-            if not self.compiled:
+            if not any(self.compiled.values()):
                 raise
             log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
             self.compile(False)
@@ -305,7 +309,8 @@ class StackedWorkers:
         """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
-            self._inner.step(self.params, grads, columns, self.state, self.compiled)
+            compiled = self.compiled["shared" if self.shared else "own"]
+            self._inner.step(self.params, grads, columns, self.state, compiled)
             return
         index = sent(torch.tensor(who), self.device)
         params = [x.index_select(0, index) for x in self.params]
