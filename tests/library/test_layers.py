@@ -23,7 +23,6 @@ LAYERS = (
         *("agreement", "anchor", "buffers", "inner", "memory", "packing", "passes"),
         *("position", "transports"),
     ),
-    ("announcements",),
     (
         *("averaged_state", "composed", "method", "methods", "method_state", "method_view"),
         *("registry", "tensors"),
