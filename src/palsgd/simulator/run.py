@@ -24,7 +24,7 @@ from palsgd.simulator.global_model import GlobalModel
 from palsgd.simulator.history import Recorder
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacking_checks import LossModule, check_stackable
-from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
+from palsgd.simulator.stretch import GradientSlot, RunStretch, Stretch
 from palsgd.transports.in_memory import SimulatedTransport
 from palsgd.worker import Worker
 
@@ -35,25 +35,21 @@ class Rules(Protocol):
     def open_local_phase(self) -> None:
         """The model of the warm-up becomes the anchor."""
 
-    def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
+    def run_head(self, steps: RunStretch) -> None:
         """Take the steps without data before the first gradient step of the stretch."""
 
     def saw_gradients(self, digests: dict[int, int]) -> None:
         """Keep digests of the first gradients of the local phase, by worker, for the next sync."""
 
-    def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
+    def before_gradient(
+        self, steps: RunStretch, slots: dict[int, GradientSlot], grads: list[Tensor]
+    ) -> None:
         """Apply the rule before the inner step of the workers in `slots`."""
 
-    def after_gradient(
-        self,
-        start: int,
-        slots: dict[int, GradientSlot],
-        stretches: list[Stretch],
-        rates: TickRates,
-    ) -> None:
+    def after_gradient(self, steps: RunStretch, slots: dict[int, GradientSlot]) -> None:
         """Apply the rule after the inner step, and the steps without data that follow it."""
 
-    def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
+    def passed(self, steps: RunStretch) -> None:
         """Count the steps of a finished stretch."""
 
     def run_due(self) -> bool:
