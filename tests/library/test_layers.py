@@ -14,7 +14,7 @@ ROOT = Path(palsgd.__file__).parent
 LAYERS = (
     ("checks", "digest", "disk", "errors", "events", "feed", "finite", "flat", "interrupts"),
     ("json_files", "outer", "progress", "references", "rows", "scalars", "sharding"),
-    ("step_folders", "stored_tree", "tensor_files", "unsynced", "units"),
+    ("tensor_files", "unsynced", "units"),
     (
         *("auto_interval", "codecs", "ledger", "meter", "offload", "pacing", "replica", "schedule"),
         *("process_groups", "two_levels", "wrapped"),
@@ -37,8 +37,7 @@ LAYERS = (
         *("state_parts", "state_rank", "welcome"),
     ),
     ("local_optimizer",),
-    ("everyone", "leaving", "loop", "optimizer"),
-    ("saved_choice",),
+    ("leaving", "loop", "optimizer"),
     ("checkpoint",),
     ("cluster",),
     ("simulator",),
