@@ -8,6 +8,7 @@ from palsgd.auto_interval import AutoInterval
 from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
 from palsgd.checks import in_error
+from palsgd.course import Course
 from palsgd.events import Listeners
 from palsgd.guard import Guard
 from palsgd.inner import InnerStep
@@ -77,18 +78,26 @@ def build_worker(
             blend=options.blend,
             averaged=AveragedState(names, inner, replica, states) if names else None,
         )
+    step = InnerStep(inner, replica, options.max_norm)
     return Worker(
-        method=options.method,
-        facts=_facts(replica, transport, options),
-        schedule=_schedule(options),
-        number=transport.worker,
-        inner=InnerStep(inner, replica, options.max_norm),
+        course=_course(step, transport, options),
+        inner=step,
         warmup=Warmup(
             gradient_sync(model, transport), replica, memory, guard, buffers, meter, untrained
         ),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),
+    )
+
+
+def _course(inner: InnerStep, transport: Transport, options: Options) -> Course:
+    return Course(
+        method=options.method,
+        facts=_facts(inner.replica, transport, options),
+        schedule=_schedule(options),
+        number=transport.worker,
+        inner=inner,
         interval=_interval(options),
         pacing=_pacing(transport, options),
     )

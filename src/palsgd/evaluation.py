@@ -7,12 +7,18 @@ inner state. Both calls are passed on, so that the global model is shown in eval
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from palsgd.worker import Exchange, Worker
+from palsgd.errors import SyncError
+from palsgd.sync import flattened, unflattened
+from palsgd.transports.requests import Exchange, LeftOutError, Settle
+from palsgd.transports.transport import Message
+from palsgd.worker import Worker
 
 
 def parts_with_modes(inner: Optimizer) -> list[Any]:
@@ -51,15 +57,21 @@ class Evaluation:
         if self._modes and averaged:
             self._held += averaged.held()
         with torch.no_grad():
-            self._kept = [worker.aside(t) for t in self._held]
+            self._kept = self._aside()
         self._hidden: list[tuple[dict[str, Any], str, Any]] = []
+
+    def _aside(self) -> list[Tensor]:
+        """Copies of the tensors, which are kept while the model shows others."""
+        syncer = self._worker._syncer
+        copy = torch.clone if syncer is None else syncer.anchor.home.aside
+        return [copy(tensor) for tensor in self._held]
 
     def show(self) -> Exchange:
         """Put the global model into the local one. In the warm-up every local model is the global
         model."""
         worker = self._worker
         if worker.at.has_anchor:
-            yield from worker.show_global_model()
+            yield from _show_global_model(worker)
             averaged = worker.syncer.averaged
             if self._modes and averaged:
                 self._hidden = averaged.hide_unknown()
@@ -75,12 +87,12 @@ class Evaluation:
             state[name] = tensor
         with torch.no_grad():
             torch._foreach_copy_(self._held, self._kept)
-        self._worker.meter.skip()
+        self._worker.books.meter.skip()
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
         """Inside, the model and the inner state are those of training, for example to be saved."""
-        shown, hidden = [self._worker.aside(t) for t in self._held], self._hidden
+        shown, hidden = self._aside(), self._hidden
         self.end()
         try:
             yield
@@ -91,3 +103,39 @@ class Evaluation:
                 del state[name]
             with torch.no_grad():
                 torch._foreach_copy_(self._held, shown)
+
+
+def _show_global_model(worker: Worker) -> Exchange:
+    """Put the global model and its buffers into the local ones."""
+    syncer, own = worker.syncer, None
+    if worker.method.overrides("global_model"):
+        own = worker.method.global_model(syncer.view.whole())
+    if own is None:
+        syncer.anchor.copy_to_local()
+    else:
+        values = flattened(own, syncer.memory.template)
+        syncer.count_message((yield Message(values)))
+        local = [t.detach() for t in worker.inner.replica.local()]
+        torch._foreach_copy_(local, unflattened(values, local))
+    syncer.buffers.copy_to_local()
+
+
+def average_buffers(worker: Worker) -> Exchange:
+    """Average the recomputed buffers over the workers into the global model's buffers."""
+    where = "recompute_buffers()"
+    try:
+        yield from worker.meetings.together(where, partial(_averaged, worker), patient=True)
+    except LeftOutError:
+        raise SyncError(
+            f"the others have gone on without worker {worker.course.number} while it was in "
+            f"{where}; start this worker again"
+        ) from None
+
+
+def _averaged(worker: Worker) -> Exchange:
+    warmup, workers = worker.warmup, worker.facts.workers
+    values = warmup.buffers.encode(warmup.guard.place, warmup.template)
+    worker.books.count_message((yield Message(values)))
+    if warmup.guard.elastic:
+        yield Settle()
+    warmup.buffers.decode(values, workers, workers)

@@ -25,7 +25,7 @@ from palsgd.checks import warn
 from palsgd.codecs import Codec
 from palsgd.composed import composed
 from palsgd.errors import SyncError
-from palsgd.evaluation import Evaluation, check_modes
+from palsgd.evaluation import Evaluation, average_buffers, check_modes
 from palsgd.events import Averaged, Event, Handle, Synced
 from palsgd.inner import (
     ChainedOptimizer,
@@ -50,12 +50,11 @@ from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.elastic import ElasticTransport
 from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
-from palsgd.transports.requests import Admit, Join, Request, fulfil
+from palsgd.transports.requests import Admit, Exchange, Join, Request, fulfil
 from palsgd.transports.transport import Message, Transport, ambient_transport
 from palsgd.unsynced import Unsynced
 from palsgd.warmup import check_attachable, gradient_sync
 from palsgd.welcome import gift, take
-from palsgd.worker import Exchange
 from palsgd.wrapped import Wrapped
 
 # How many steps ahead the schedule is looked at, before a run and when its length is known. A copy
@@ -176,7 +175,7 @@ class LocalOptimizer(Optimizer):
         }
         self._agree(replica, bucket_mb=bucket_mb, offload=offload)
         self._join_others()
-        self._worker.warmup.switch(on=self._worker.warming_up)
+        self._worker.warmup.switch(on=self._worker.course.warming_up)
         self.set_scheduler(scheduler)
         self._look_ahead(AT_FIRST)
         for doubt in method.doubts(peak_rates(inner), options.sync_every):
@@ -187,7 +186,7 @@ class LocalOptimizer(Optimizer):
         if several and self.transport is not ambient_transport():
             self._unsynced = Unsynced(self)
         if isinstance(self.transport, ElasticTransport) and self.transport.outside:
-            self._drive(self._worker.join(fresh=True))
+            self._drive(self._worker.meetings.join(fresh=True))
 
     def _agree(self, replica: Replica, **sizes: Any) -> None:
         """Raise unless the settings that must be equal on all workers are equal. `sizes` are those
@@ -214,12 +213,12 @@ class LocalOptimizer(Optimizer):
             return  # nobody else uses its channel
         company = Company.of(channel)
         company.check_others(worker)
-        worker.optimizer = company.join(worker)
+        worker.position.optimizer = company.join(worker)
         several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
         self.transport.mean(Message(several))
         if several.item() > 0:
             for member in company.members:
-                member.crowded = True
+                member.position.crowded = True
 
     def _title(self) -> str:
         """The name of the method in messages and settings."""
@@ -310,7 +309,7 @@ class LocalOptimizer(Optimizer):
     def _check_gradients(self) -> None:
         """Warn if the first local step has nothing to go by, which torch's optimizers accept."""
         worker = self._worker
-        if worker.at.gradient_steps or worker.warming_up:
+        if worker.at.gradient_steps or worker.course.warming_up:
             return
         if all(p.grad is None for p in worker.inner.replica.params):
             warn(
@@ -365,7 +364,7 @@ class LocalOptimizer(Optimizer):
         self.train()
         self._worker.leaving = False  # a loop that goes on does so until the next sync
         self._look_ahead(min(steps - self.clock, AT_MOST))
-        self._worker.end_at(steps)
+        self._worker.course.end_at(steps)
         self._drive(self._worker.prepare())
 
     def attach(self, model: nn.Module) -> None:
@@ -457,7 +456,7 @@ class LocalOptimizer(Optimizer):
         Returns:
             A handle whose `remove()` removes the listener.
         """
-        return self._worker.listeners.on(kind, listener)
+        return self._worker.books.listeners.on(kind, listener)
 
     def after_exchange(self, callback: Callable[[], None]) -> tuple[Handle, Handle]:
         """Call `callback()` after every later exchange. Deprecated: use `on`."""
@@ -570,7 +569,7 @@ class LocalOptimizer(Optimizer):
         only then. It is always True with `draws="balanced"` or `"shared"`, and costs no message.
         With `draws="paced"` workers take unequally many iterations to a sync, and it is True right
         after a sync: there all workers may save."""
-        return self._worker.may_save
+        return self._worker.course.may_save
 
     @property
     def synced(self) -> bool:
@@ -583,7 +582,7 @@ class LocalOptimizer(Optimizer):
     @property
     def ledger(self) -> Ledger:
         """What this worker did: counts, bytes, seconds, and one line per sync."""
-        self._worker.meter.watch.catch_up()
+        self._worker.books.meter.watch.catch_up()
         return self._worker.ledger
 
     def eval(self) -> None:
@@ -658,7 +657,7 @@ class LocalOptimizer(Optimizer):
         buffers = self._worker.warmup.buffers
         with self._global_model(), torch.no_grad():
             buffers.recompute(self.model, batches, forward)
-            self._drive(self._worker.average_buffers())
+            self._drive(average_buffers(self._worker))
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -744,7 +743,7 @@ class LocalOptimizer(Optimizer):
         scheduler = self._worker.inner.scheduler
         memo |= {id(each.optimizer): proxy(copy) for each in weakly_held(scheduler)}
         copy.set_scheduler(deepcopy(scheduler, memo))
-        copy._worker.end_at(self._worker.schedule.end)
+        copy._worker.course.end_at(self._worker.schedule.end)
         for name in vars(self).keys() - vars(copy).keys():  # a subclass's own
             setattr(copy, name, deepcopy(getattr(self, name), memo))
         return copy

@@ -31,6 +31,9 @@ LAYERS = (
     ("keywords",),
     ("guard", "untrained"),
     ("sync", "warmup"),
+    ("course",),
+    ("bookkeeping",),
+    ("meetings", "steps"),
     ("worker",),
     (
         *("assembly", "evaluation", "live_state", "state", "state_0_1", "state_optimizers"),

@@ -61,7 +61,7 @@ def pending_sync(opt) -> bool:
 
 def shares_group(opt) -> bool:
     """Do other optimizers of this process use the same process group?"""
-    return core_of(opt).crowded
+    return core_of(opt).position.crowded
 
 
 def round_origin(opt) -> tuple[float, int]:

@@ -31,14 +31,14 @@ def watch_exchanges(opt: Any, listener: Callable[[Exchange], None]) -> None:
     """Have `listener` called after every exchange of `opt`, whoever drives it."""
     worker = opt._worker
     _watch_generator(opt, "_warmup_step", "warm-up", listener)
-    _watch_generator(opt, "_start_local_phase", "opening", listener)
-    record = worker._record
+    _watch_generator(opt, "open_local_phase", "opening", listener)
+    record = worker.books.record
 
     def watched(outcome: Any) -> None:
         record(outcome)
         listener(_exchange(opt, "sync", outcome.at.fragment, outcome.sent))
 
-    worker._record = watched
+    worker.books.record = watched
 
 
 def anchor_bytes(opt: Any) -> bytes:

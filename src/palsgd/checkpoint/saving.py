@@ -188,7 +188,7 @@ def _write(part: Path, model: nn.Module, opt: LocalOptimizer, extra: Any) -> dic
         "worker": worker,
         "rank": rank,
         "clock": opt.clock,
-        "at_stop": opt._worker.at_stop,
+        "at_stop": opt._worker.course.at_stop,
         **written._asdict(),
     }
 

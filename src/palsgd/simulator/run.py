@@ -173,7 +173,7 @@ class Run:
 
     def end_at(self, steps: int) -> None:
         for opt in self.opts:
-            opt._worker.end_at(steps)
+            opt._worker.course.end_at(steps)
 
     # -- data and learning rates ---------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class Run:
         """The steps of each worker's round, and what they count for."""
         began = self.schedule.round_start(clock)
         if self._planned[0] != began:
-            owners = [self.opts[k if self.apart else 0]._worker for k in range(self.workers)]
+            owners = [self.opts[k if self.apart else 0]._worker.course for k in range(self.workers)]
             alike = [StepPace(self.method.gradient_share, 1.0)] * self.schedule.length(clock)
             self._planned = (
                 began,
@@ -251,7 +251,7 @@ class Run:
             ledger.warmup_steps += 1
             ledger.skipped_steps += skipped
             ledger.syncs += 1
-            listeners = self.opts[k if self.apart else 0]._worker.listeners
+            listeners = self.opts[k if self.apart else 0]._worker.books.listeners
             if listeners.wanted(Averaged):
                 sent = sum(sizes)
                 listeners.tell(Averaged(worker=k, clock=clock, bytes_sent=sent, skipped=skipped))

@@ -46,7 +46,7 @@ class StackedRules:
         sizes = self._size.start()
         self._run.count_messages(sizes, sum(wire_bytes(n, self._run.workers) for n in sizes))
         at.has_anchor = True
-        self._worker.extend_schedule()
+        self._worker.course.extend()
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class StackedRules:
         low, high = (_per_worker(each, len(workers)) for each in weights)
         for place, k in enumerate(workers):
             self._run.ledgers[k].saw_betas(low[place], high[place])
-        if self._worker.listeners.wanted(Mixed):
+        if self._worker.books.listeners.wanted(Mixed):
             for place, k in enumerate(workers):
                 self._tell(
                     Mixed, k, clocks[place],
@@ -184,7 +184,7 @@ class StackedRules:
         if found.at.fragment == at.fragments - 1:
             at.rounds += 1
             self._worker.syncer.round_ended()
-            self._worker.extend_schedule()
+            self._worker.course.extend()
 
     def show(self) -> None:
         syncer = self._worker.syncer
@@ -234,7 +234,7 @@ class StackedRules:
             self._tell(kind, k, self._worker.at.clock, **what)
 
     def _tell(self, kind: type, worker: int, clock: int, **what: Any) -> None:
-        listeners = self._worker.listeners
+        listeners = self._worker.books.listeners
         if listeners.wanted(kind):
             listeners.tell(kind(worker=worker, clock=clock, **what))
 

@@ -15,8 +15,8 @@ from palsgd.simulator.global_model import global_part
 from palsgd.simulator.run import Run
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stretch import GradientSlot, RunStretch
-from palsgd.transports.requests import Request
-from palsgd.worker import Exchange, Worker
+from palsgd.transports.requests import Exchange, Request
+from palsgd.worker import Worker
 
 
 class WorkerwiseRules:
@@ -63,7 +63,8 @@ class WorkerwiseRules:
         for worker, stretch in zip(self._workers, steps.stretches, strict=True):
             if stretch.head and worker.leads:
                 mixing = [steps.rates[tick] for tick in stretch.head]
-                worker.after_gradient_at(steps.start + len(mixing), None, mixing)
+                worker.at.clock = steps.start + len(mixing)
+                worker.steps.after_gradient(None, mixing)
 
     def saw_gradients(self, digests: dict[int, int]) -> None:
         for k, found in digests.items():
@@ -77,22 +78,23 @@ class WorkerwiseRules:
             params = worker.inner.replica.params
             for param, gradient in zip(params, grads, strict=True):
                 param.grad = gradient[row]
-            worker.before_gradient_at(steps.start + slot.tick)
+            worker.at.clock = steps.start + slot.tick
+            worker.steps.before_gradient()
             for param in params:
                 param.grad = None
 
     def after_gradient(self, steps: RunStretch, slots: dict[int, GradientSlot]) -> None:
         for k, slot in slots.items():
-            mixing = [steps.rates[tick] for tick in slot.mixing]
-            rate = steps.rates[slot.tick]
-            self._workers[k].after_gradient_at(steps.start + slot.end, rate, mixing)
+            worker, mixing = self._workers[k], [steps.rates[tick] for tick in slot.mixing]
+            worker.at.clock = steps.start + slot.end
+            worker.steps.after_gradient(steps.rates[slot.tick], mixing)
 
     def passed(self, steps: RunStretch) -> None:
         rates = steps.rates
         for worker, stretch in zip(self._workers, steps.stretches, strict=True):
             taken = [[rate / slot.share for rate in rates[slot.tick]] for slot in stretch.slots]
             mixing = stretch.mixing_steps
-            worker.passed(steps.end, rates=taken, last=rates[-1], mixing_steps=mixing)
+            worker.steps.passed(steps.end, rates=taken, last=rates[-1], mixing_steps=mixing)
 
     # -- syncs ---------------------------------------------------------------------------------
 
