@@ -21,10 +21,12 @@ from palsgd.method_view import MethodView
 from palsgd.offload import MESSAGE, Home, check_elementwise
 from palsgd.options import Options
 from palsgd.outer import OuterFactory, OuterScheduler, bound_scheduler
+from palsgd.outgoing import Outgoing
 from palsgd.pacing import Pacing
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.sync import Syncer
+from palsgd.sync_changes import SyncChanges
 from palsgd.transports.transport import Transport
 from palsgd.untrained import Untrained
 from palsgd.warmup import Warmup, gradient_sync
@@ -60,13 +62,12 @@ def build_worker(
         anchor = _anchor(replica, options.fragments, offload=options.offload)
         names = options.average_state or ()
         states = MethodState(options.method, replica, anchor, names)
+        view = MethodView(replica, anchor, states, inner, transport)
+        averaged = AveragedState(names, inner, replica, states) if names else None
         built = _outer_optimizer(outer, anchor)
-        syncer = Syncer(
+        outgoing = Outgoing(
             method=options.method,
-            view=MethodView(replica, anchor, states, inner, transport),
-            inner=inner,
-            outer=built,
-            outer_scheduler=bound_scheduler(outer_scheduler, built),
+            view=view,
             buffers=buffers,
             guard=guard,
             # The warm-up averages gradients on the device. Syncs use the same memory, unless their
@@ -74,10 +75,21 @@ def build_worker(
             memory=_memory(replica, anchor.home, tail, options) if options.offload else memory,
             meter=meter,
             codec=options.codec,
+            averaged=averaged,
             delayed=options.delay > 0,
-            blend=options.blend,
-            averaged=AveragedState(names, inner, replica, states) if names else None,
+            blends=options.blend is not None,
         )
+        changes = SyncChanges(
+            method=options.method,
+            view=view,
+            guard=guard,
+            inner=inner,
+            outer=built,
+            outer_scheduler=bound_scheduler(outer_scheduler, built),
+            averaged=averaged,
+            blend=options.blend,
+        )
+        syncer = Syncer(outgoing, changes, buffers, meter)
     step = InnerStep(inner, replica, options.max_norm)
     return Worker(
         course=_course(step, transport, options),

@@ -10,7 +10,7 @@ from palsgd.ledger import Ledger
 from palsgd.meter import Meter
 from palsgd.pacing import Settled, as_records
 from palsgd.payload import wire_bytes
-from palsgd.sync import Outcome
+from palsgd.pending_sync import Outcome
 
 
 class Bookkeeping:

@@ -12,8 +12,8 @@ from palsgd.guard import WorkerReport
 from palsgd.inner import InnerStep
 from palsgd.method import Facts, Method
 from palsgd.pacing import Pacing, Settled, Speeds, speeds_in
+from palsgd.pending_sync import Moment
 from palsgd.schedule import Due, Schedule, StepPace
-from palsgd.sync import Moment
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from palsgd.errors import SyncError
-from palsgd.sync import flattened, unflattened
+from palsgd.parts import flattened, unflattened
 from palsgd.transports.requests import Exchange, LeftOutError, Settle
 from palsgd.transports.transport import Message
 from palsgd.worker import Worker
@@ -52,7 +52,7 @@ class Evaluation:
 
     def __init__(self, worker: Worker):
         self._worker, self._modes = worker, parts_with_modes(worker.inner.optimizer)
-        averaged = worker._syncer and worker._syncer.averaged
+        averaged = worker._syncer and worker._syncer.changes.averaged
         self._held = worker.inner.replica.local() + worker.warmup.buffers.all()
         if self._modes and averaged:
             self._held += averaged.held()
@@ -72,7 +72,7 @@ class Evaluation:
         worker = self._worker
         if worker.at.has_anchor:
             yield from _show_global_model(worker)
-            averaged = worker.syncer.averaged
+            averaged = worker.syncer.changes.averaged
             if self._modes and averaged:
                 self._hidden = averaged.hide_unknown()
                 averaged.copy_to_local()

@@ -529,13 +529,13 @@ class LocalOptimizer(Optimizer):
     def outer(self) -> Optimizer | None:
         """The outer optimizer, whose parameters are the anchor's tensors; None for DDP."""
         syncer = self._worker._syncer
-        return None if syncer is None else syncer.outer
+        return None if syncer is None else syncer.changes.outer
 
     @property
     def outer_scheduler(self) -> Any:
         """The scheduler of the outer learning rate, or None."""
         syncer = self._worker._syncer
-        return None if syncer is None else syncer.outer_scheduler
+        return None if syncer is None else syncer.changes.outer_scheduler
 
     @property
     def schedule(self) -> Schedule:

@@ -161,8 +161,8 @@ def _go_on_from_anchor(of: Parts, number: int, load: Loading) -> None:
     worker, syncer = of.worker, of.syncer
     if syncer is None or not worker.at.has_anchor:
         return  # in the warm-up all workers hold the same
-    syncer.join(worker.schedule.round_of(worker.at.clock))
-    syncer.residues = {}
+    syncer.changes.join(worker.schedule.round_of(worker.at.clock))
+    syncer.residues.kept = {}
     if syncer.pending is not None:
         part = syncer.anchor.part(syncer.pending.at.fragment)
         syncer.pending.local_when_sent = part.clone()

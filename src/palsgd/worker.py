@@ -20,10 +20,11 @@ from palsgd.ledger import Ledger
 from palsgd.meetings import Meetings
 from palsgd.meter import Meter
 from palsgd.method import Facts, Method
+from palsgd.pending_sync import Moment, Outcome
 from palsgd.position import FINISH, OPENING, SYNC, WARMUP, PositionCheck
 from palsgd.schedule import Due, Schedule
 from palsgd.steps import Steps
-from palsgd.sync import Moment, Outcome, Syncer
+from palsgd.sync import Syncer
 from palsgd.transports.requests import Exchange, Request, Settle
 from palsgd.warmup import GradientSync, Warmup
 
@@ -78,7 +79,7 @@ class Worker:
     @property
     def stays_apart(self) -> bool:
         """May the local model differ from the anchor although the whole model was just synced?"""
-        blends = self._syncer is not None and bool(self._syncer.blend)
+        blends = self._syncer is not None and bool(self._syncer.changes.blend)
         return blends or self.method.overrides("restart")
 
     @property
@@ -222,8 +223,8 @@ class Worker:
         self.inner.replica.check_unchanged()
         self.inner.replica.check_held()
         syncer.anchor.set_from_local()
-        if syncer.averaged is not None:
-            syncer.averaged.open()
+        if syncer.changes.averaged is not None:
+            syncer.changes.averaged.open()
         opening = partial(self._opening, self._opening_report())
         reports = yield from self.meetings.together("the start", opening, patient=True)
         at.has_anchor = True
@@ -379,7 +380,7 @@ class Worker:
             return
         self.books.settled(course.settle_speeds())
         at.rounds += 1
-        self.syncer.round_ended()
+        self.syncer.changes.round_ended()
         chosen = course.choose_interval()
         if chosen is not None:
             self.books.interval_chosen(*chosen)

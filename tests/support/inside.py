@@ -60,7 +60,7 @@ def under_way(opt: Any) -> bool:
 
 def unsent(opt: Any) -> int:
     """How many messages have left a residue behind."""
-    return len(opt._worker.syncer.residues)
+    return len(opt._worker.syncer.residues.kept)
 
 
 def _watch_generator(opt: Any, name: str, kind: str, listener: Callable[[Exchange], None]) -> None:
@@ -105,13 +105,13 @@ def _payload(opt: Any, kind: str, fragment: int | None) -> int:
     syncer = opt._worker.syncer
     part = syncer.anchor.ranges[fragment]
     # Models of low precision, and syncs that overlap with steps, travel in one message of any size.
-    width = len(part) if syncer.whole else syncer.memory.bucket_size
+    width = len(part) if syncer.outgoing.whole else syncer.memory.bucket_size
     sizes = [min(width, part.stop - low) for low in range(part.start, part.stop, width)]
     return sum(_sync_bytes(opt, size) for size in sizes)
 
 
 def _sync_bytes(opt: Any, elements: int) -> int:
-    codec, workers = opt._worker.syncer.codec, opt.transport.workers
+    codec, workers = opt._worker.syncer.outgoing.codec, opt.transport.workers
     if codec is None:
         return elements * opt._worker.inner.replica.dtype.itemsize
     blocks = max(1, math.ceil(elements / (workers * BLOCK)))

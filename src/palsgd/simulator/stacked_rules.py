@@ -183,7 +183,7 @@ class StackedRules:
             ledger.distance = distance
         if found.at.fragment == at.fragments - 1:
             at.rounds += 1
-            self._worker.syncer.round_ended()
+            self._worker.syncer.changes.round_ended()
             self._worker.course.extend()
 
     def show(self) -> None:
