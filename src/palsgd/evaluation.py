@@ -6,7 +6,7 @@ inner state. Both calls are passed on, so that the global model is shown in eval
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from palsgd.checks import warn
+from palsgd.driver import Driver
 from palsgd.errors import SyncError
 from palsgd.parts import flattened, unflattened
 from palsgd.transports.requests import Exchange, LeftOutError, Settle
@@ -52,7 +54,7 @@ class Evaluation:
 
     def __init__(self, worker: Worker):
         self._worker, self._modes = worker, parts_with_modes(worker.inner.optimizer)
-        averaged = worker._syncer and worker._syncer.changes.averaged
+        averaged = worker.changes and worker.changes.averaged
         self._held = worker.inner.replica.local() + worker.warmup.buffers.all()
         if self._modes and averaged:
             self._held += averaged.held()
@@ -103,6 +105,72 @@ class Evaluation:
                 del state[name]
             with torch.no_grad():
                 torch._foreach_copy_(self._held, shown)
+
+
+class EvaluationMode:
+    """Which model the model's tensors hold: the local one, or the global one for an evaluation."""
+
+    def __init__(self, worker: Worker, driver: Driver):
+        self._worker, self._driver = worker, driver
+        self.shows_global = False
+        self._evaluation: Evaluation | None = None  # between eval() and train()
+
+    @property
+    def lasts(self) -> bool:
+        """Was it begun, and not ended?"""
+        return self._evaluation is not None
+
+    def begin(self) -> None:
+        if self._evaluation is not None:
+            return
+        if self.shows_global:
+            raise RuntimeError("eval() inside anchor_weights(): leave the with block first")
+        self.warn_of_stale_buffers()
+        self._evaluation = self._shown()
+        self.shows_global = True
+
+    def end(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self.forget()
+
+    def forget(self) -> None:
+        """The model is loaded, so what it held before must not come back."""
+        self._evaluation, self.shows_global = None, False
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, the model holds the global weights and buffers."""
+        if self._evaluation is not None:  # eval() shows them already
+            yield
+            return
+        evaluation = self._shown()
+        outside, self.shows_global = self.shows_global, True
+        try:
+            yield
+        finally:
+            self.shows_global = outside
+            evaluation.end()
+
+    def interrupted(self) -> AbstractContextManager[None]:
+        """Inside, the model and the inner optimizer are as training left them."""
+        return nullcontext() if self._evaluation is None else self._evaluation.interrupted()
+
+    def _shown(self) -> Evaluation:
+        evaluation = Evaluation(self._worker)
+        try:
+            self._driver.run(evaluation.show())
+        except BaseException:
+            evaluation.end()
+            raise
+        return evaluation
+
+    def warn_of_stale_buffers(self) -> None:
+        if self._worker.at.has_anchor and not self._worker.warmup.buffers.current:
+            warn(
+                "buffers='recompute' and they were not recomputed since the last sync: the global "
+                "weights are shown with this worker's own buffers; call recompute_buffers(batches)"
+            )
 
 
 def _show_global_model(worker: Worker) -> Exchange:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from palsgd.errors import ConsensusError
 from palsgd.rows import halves, joined, own_row, rows_of_all
-from palsgd.transports.transport import Message
+from palsgd.transports.transport import Message, Transport
 
 WARMUP, OPENING, SYNC, FINISH = PHASES = (
     "a step of the warm-up",
@@ -126,3 +126,20 @@ class Company:
         self.members.add(member)
         self.built += 1
         return self.built - 1
+
+
+def join_company(worker: Any, transport: Transport) -> None:
+    """Have the optimizers that use the same process group compare, before each sync, which of them
+    it is of. The workers agree whether there are several, as one may have dropped an optimizer that
+    another still holds."""
+    channel = transport.channel
+    if transport.workers == 1 or channel is transport:
+        return  # nobody else uses its channel
+    company = Company.of(channel)
+    company.check_others(worker)
+    worker.position.optimizer = company.join(worker)
+    several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
+    transport.mean(Message(several))
+    if several.item() > 0:
+        for member in company.members:
+            member.position.crowded = True

@@ -170,16 +170,16 @@ def _set_base_rates(scheduler: Any, rates: Any) -> None:
 
 
 def save_outer_scheduler(of: Parts) -> Any:
-    syncer = of.worker._syncer
-    scheduler = None if syncer is None else syncer.changes.outer_scheduler
+    changes = of.worker.changes
+    scheduler = None if changes is None else changes.outer_scheduler
     return None if scheduler is None else snapshot(scheduler.state_dict())
 
 
 def load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
     """Load the schedule of the outer learning rate, and set the rate to where it stood."""
-    syncer = of.worker._syncer
-    if syncer is None or syncer.changes.outer_scheduler is None or saved is None:
+    changes = of.worker.changes
+    if changes is None or changes.outer_scheduler is None or saved is None:
         return
-    syncer.changes.outer_scheduler.load_state_dict(saved)
-    for group, lr in zip(syncer.changes.outer.param_groups, saved["_last_lr"], strict=True):
+    changes.outer_scheduler.load_state_dict(saved)
+    for group, lr in zip(changes.outer.param_groups, saved["_last_lr"], strict=True):
         group["lr"] = lr

@@ -1,5 +1,5 @@
-"""All that a sync changes when its means are there: the anchor, the local model, and the states of the
-outer optimizer and the method."""
+"""All that a sync changes when its means are there: the anchor, the local model, and the states of
+the outer optimizer and of the method."""
 
 from functools import partial
 from typing import Any

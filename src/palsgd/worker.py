@@ -25,6 +25,7 @@ from palsgd.position import FINISH, OPENING, SYNC, WARMUP, PositionCheck
 from palsgd.schedule import Due, Schedule
 from palsgd.steps import Steps
 from palsgd.sync import Syncer
+from palsgd.sync_changes import SyncChanges
 from palsgd.transports.requests import Exchange, Request, Settle
 from palsgd.warmup import GradientSync, Warmup
 
@@ -57,6 +58,11 @@ class Worker:
         return self._syncer
 
     @property
+    def changes(self) -> SyncChanges | None:
+        """What a sync changes; None for DDP, which has none."""
+        return None if self._syncer is None else self._syncer.changes
+
+    @property
     def at(self) -> Progress:
         return self.course.at
 
@@ -79,7 +85,7 @@ class Worker:
     @property
     def stays_apart(self) -> bool:
         """May the local model differ from the anchor although the whole model was just synced?"""
-        blends = self._syncer is not None and bool(self._syncer.changes.blend)
+        blends = self.changes is not None and bool(self.changes.blend)
         return blends or self.method.overrides("restart")
 
     @property

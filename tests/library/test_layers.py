@@ -38,8 +38,8 @@ LAYERS = (
     ("meetings", "steps"),
     ("worker",),
     (
-        *("assembly", "evaluation", "live_state", "state", "state_0_1", "state_optimizers"),
-        *("state_parts", "state_rank", "welcome"),
+        *("assembly", "driver", "evaluation", "live_state", "settings", "state", "state_0_1"),
+        *("state_optimizers", "state_parts", "state_rank", "welcome"),
     ),
     ("local_optimizer",),
     ("leaving", "loop", "optimizer"),

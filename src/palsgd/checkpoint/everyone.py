@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 class Everyone:
     def __init__(self, opt: LocalOptimizer):
-        self._opt, self.transport = opt, opt.transport
+        self._driver, self.transport = opt._driver, opt.transport
         self._device = opt._worker.inner.replica.device
 
     @property
@@ -34,7 +34,7 @@ class Everyone:
         def exchange() -> Any:
             found.extend((yield from announced(self.transport, value, self._device, read)))
 
-        self._opt._drive(exchange())
+        self._driver.run(exchange())
         return found
 
     def send(self, data: Tensor | None, *, source: int, size: int) -> Tensor:
@@ -45,7 +45,7 @@ class Everyone:
             sent = yield from sent_from(self.transport, source, data, size, self._device)
             found.append(sent)
 
-        self._opt._drive(exchange())
+        self._driver.run(exchange())
         return found[0]
 
     def do(
