@@ -59,37 +59,11 @@ def build_worker(
     memory = _memory(replica, Home(replica.device), tail, options)
     syncer = None
     if options.has_rounds:
-        anchor = _anchor(replica, options.fragments, offload=options.offload)
-        names = options.average_state or ()
-        states = MethodState(options.method, replica, anchor, names)
-        view = MethodView(replica, anchor, states, inner, transport)
-        averaged = AveragedState(names, inner, replica, states) if names else None
-        built = _outer_optimizer(outer, anchor)
-        outgoing = Outgoing(
-            method=options.method,
-            view=view,
-            buffers=buffers,
-            guard=guard,
-            # The warm-up averages gradients on the device. Syncs use the same memory, unless their
-            # messages are kept in host memory.
-            memory=_memory(replica, anchor.home, tail, options) if options.offload else memory,
-            meter=meter,
-            codec=options.codec,
-            averaged=averaged,
-            delayed=options.delay > 0,
-            blends=options.blend is not None,
-        )
-        changes = SyncChanges(
-            method=options.method,
-            view=view,
-            guard=guard,
-            inner=inner,
-            outer=built,
-            outer_scheduler=bound_scheduler(outer_scheduler, built),
-            averaged=averaged,
-            blend=options.blend,
-        )
-        syncer = Syncer(outgoing, changes, buffers, meter)
+        view = _view(replica, transport, options)
+        # The warm-up averages gradients on the device. Syncs use the same memory, unless their
+        # messages are kept in host memory.
+        own = _memory(replica, view.anchor.home, tail, options) if options.offload else memory
+        syncer = _syncer(view, guard, buffers, own, meter, outer, outer_scheduler, options)
     step = InnerStep(inner, replica, options.max_norm)
     return Worker(
         course=_course(step, transport, options),
@@ -101,6 +75,50 @@ def build_worker(
         meter=meter,
         listeners=Listeners(),
     )
+
+
+def _view(replica: Replica, transport: Transport, options: Options) -> MethodView:
+    anchor = _anchor(replica, options.fragments, offload=options.offload)
+    states = MethodState(options.method, replica, anchor, options.average_state or ())
+    return MethodView(replica, anchor, states, replica.inner, transport)
+
+
+def _syncer(
+    view: MethodView,
+    guard: Guard,
+    buffers: Buffers,
+    memory: MessageMemory,
+    meter: Meter,
+    outer: OuterFactory,
+    outer_scheduler: OuterScheduler | None,
+    options: Options,
+) -> Syncer:
+    inner, names = view.replica.inner, options.average_state or ()
+    built = _outer_optimizer(outer, view.anchor)
+    averaged = AveragedState(names, inner, view.replica, view.states) if names else None
+    outgoing = Outgoing(
+        method=options.method,
+        view=view,
+        buffers=buffers,
+        guard=guard,
+        memory=memory,
+        meter=meter,
+        codec=options.codec,
+        averaged=averaged,
+        delayed=options.delay > 0,
+        blends=options.blend is not None,
+    )
+    changes = SyncChanges(
+        method=options.method,
+        view=view,
+        guard=guard,
+        inner=inner,
+        outer=built,
+        outer_scheduler=bound_scheduler(outer_scheduler, built),
+        averaged=averaged,
+        blend=options.blend,
+    )
+    return Syncer(outgoing, changes, buffers, meter)
 
 
 def _course(inner: InnerStep, transport: Transport, options: Options) -> Course:

@@ -51,7 +51,7 @@ def announced(
     ranks. The ranks of a worker collect theirs first, then the workers exchange those lists. All
     ranks call this. It raises as `gathered` does."""
     inside = _carried(
-        _exchanged(mine, lambda rank: f"rank {rank} of worker {transport.worker}", read),
+        _exchanged(mine, lambda rank: f"rank {rank} of worker {transport.worker}", None),
         lambda row: transport.gather_inside(row.to(device)),
     )
     exchange = _exchanged(inside, "worker {}".format, lambda found: _list_of(found, read))
