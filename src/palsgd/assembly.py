@@ -8,6 +8,7 @@ from palsgd.auto_interval import AutoInterval
 from palsgd.averaged_state import AveragedState
 from palsgd.buffers import Buffers
 from palsgd.checks import in_error
+from palsgd.course import Course
 from palsgd.events import Listeners
 from palsgd.guard import Guard
 from palsgd.inner import InnerStep
@@ -20,10 +21,12 @@ from palsgd.method_view import MethodView
 from palsgd.offload import MESSAGE, Home, check_elementwise
 from palsgd.options import Options
 from palsgd.outer import OuterFactory, OuterScheduler, bound_scheduler
+from palsgd.outgoing import Outgoing
 from palsgd.pacing import Pacing
 from palsgd.replica import Replica
 from palsgd.schedule import Schedule
 from palsgd.sync import Syncer
+from palsgd.sync_changes import SyncChanges
 from palsgd.transports.transport import Transport
 from palsgd.untrained import Untrained
 from palsgd.warmup import Warmup, gradient_sync
@@ -56,39 +59,75 @@ def build_worker(
     memory = _memory(replica, Home(replica.device), tail, options)
     syncer = None
     if options.has_rounds:
-        anchor = _anchor(replica, options.fragments, offload=options.offload)
-        names = options.average_state or ()
-        states = MethodState(options.method, replica, anchor, names)
-        built = _outer_optimizer(outer, anchor)
-        syncer = Syncer(
-            method=options.method,
-            view=MethodView(replica, anchor, states, inner, transport),
-            inner=inner,
-            outer=built,
-            outer_scheduler=bound_scheduler(outer_scheduler, built),
-            buffers=buffers,
-            guard=guard,
-            # The warm-up averages gradients on the device. Syncs use the same memory, unless their
-            # messages are kept in host memory.
-            memory=_memory(replica, anchor.home, tail, options) if options.offload else memory,
-            meter=meter,
-            codec=options.codec,
-            delayed=options.delay > 0,
-            blend=options.blend,
-            averaged=AveragedState(names, inner, replica, states) if names else None,
-        )
+        view = _view(replica, transport, options)
+        # The warm-up averages gradients on the device. Syncs use the same memory, unless their
+        # messages are kept in host memory.
+        own = _memory(replica, view.anchor.home, tail, options) if options.offload else memory
+        syncer = _syncer(view, guard, buffers, own, meter, outer, outer_scheduler, options)
+    step = InnerStep(inner, replica, options.max_norm)
     return Worker(
-        method=options.method,
-        facts=_facts(replica, transport, options),
-        schedule=_schedule(options),
-        number=transport.worker,
-        inner=InnerStep(inner, replica, options.max_norm),
+        course=_course(step, transport, options),
+        inner=step,
         warmup=Warmup(
             gradient_sync(model, transport), replica, memory, guard, buffers, meter, untrained
         ),
         syncer=syncer,
         meter=meter,
         listeners=Listeners(),
+    )
+
+
+def _view(replica: Replica, transport: Transport, options: Options) -> MethodView:
+    anchor = _anchor(replica, options.fragments, offload=options.offload)
+    states = MethodState(options.method, replica, anchor, options.average_state or ())
+    return MethodView(replica, anchor, states, replica.inner, transport)
+
+
+def _syncer(
+    view: MethodView,
+    guard: Guard,
+    buffers: Buffers,
+    memory: MessageMemory,
+    meter: Meter,
+    outer: OuterFactory,
+    outer_scheduler: OuterScheduler | None,
+    options: Options,
+) -> Syncer:
+    inner, names = view.replica.inner, options.average_state or ()
+    built = _outer_optimizer(outer, view.anchor)
+    averaged = AveragedState(names, inner, view.replica, view.states) if names else None
+    outgoing = Outgoing(
+        method=options.method,
+        view=view,
+        buffers=buffers,
+        guard=guard,
+        memory=memory,
+        meter=meter,
+        codec=options.codec,
+        averaged=averaged,
+        delayed=options.delay > 0,
+        blends=options.blend is not None,
+    )
+    changes = SyncChanges(
+        method=options.method,
+        view=view,
+        guard=guard,
+        inner=inner,
+        outer=built,
+        outer_scheduler=bound_scheduler(outer_scheduler, built),
+        averaged=averaged,
+        blend=options.blend,
+    )
+    return Syncer(outgoing, changes, buffers, meter)
+
+
+def _course(inner: InnerStep, transport: Transport, options: Options) -> Course:
+    return Course(
+        method=options.method,
+        facts=_facts(inner.replica, transport, options),
+        schedule=_schedule(options),
+        number=transport.worker,
+        inner=inner,
         interval=_interval(options),
         pacing=_pacing(transport, options),
     )

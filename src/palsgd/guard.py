@@ -112,6 +112,12 @@ class Guard:
         self.gradient = 0  # 32 bits of the gradient that the next sync compares
         self._transport = transport
 
+    @property
+    def compares_models(self) -> bool:
+        """Must no two workers have the same local model? Without a common anchor equal
+        displacements are no equal models."""
+        return self.compares and self.compares_work
+
     # Workers may leave and come, so the transport is asked each time.
 
     @property

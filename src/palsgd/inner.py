@@ -1,6 +1,7 @@
 """The inner optimizer: several optimizers as one, and learning rates that are divided by the share
 of gradient steps for one step."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,6 +200,33 @@ def _clip_values(params: Sequence[Tensor], max_norm: float) -> None:
     values = [g._values() if g.is_sparse else g for g in grads]
     total = torch.stack([torch.linalg.vector_norm(v) for v in values]).norm()
     torch._foreach_mul_(values, (max_norm / (total + 1e-6)).clamp(max=1.0))
+
+
+def checked_inner(inner: Any, wrapper: type[Optimizer]) -> Optimizer:
+    """An optimizer, or a list of them, as one inner optimizer, or a ValueError that says why it
+    cannot be one. `wrapper` is the class of those that have an inner optimizer themselves."""
+    if isinstance(inner, (list, tuple)):
+        inner = ChainedOptimizer(inner)
+    if not isinstance(inner, Optimizer):
+        raise ValueError(
+            f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
+            "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+        )
+    for part in parts_of(inner):
+        if isinstance(part, wrapper):
+            raise ValueError(
+                f"inner={type(part).__name__} is a palsgd optimizer itself, so there would be two "
+                "clocks and two anchors; give the torch optimizer inside it, its .inner"
+            )
+        closure = inspect.signature(type(part).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"inner={type(part).__name__} evaluates the loss several times in a step, and a "
+                "step here takes the one gradient that it is given; use an optimizer whose step() "
+                "needs no closure, such as torch.optim.AdamW"
+            )
+    check_communicates_not(inner)
+    return inner
 
 
 def check_communicates_not(inner: Optimizer) -> None:

@@ -1,11 +1,10 @@
 """The optimizer that a training loop sees: an inner optimizer and the rules of a method."""
 
 import inspect
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, Self
@@ -18,46 +17,51 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from palsgd.agreement import by_name, inner_settings, program_settings
 from palsgd.assembly import build_worker
 from palsgd.auto_interval import Auto
 from palsgd.checks import warn
 from palsgd.codecs import Codec
 from palsgd.composed import composed
-from palsgd.errors import SyncError
-from palsgd.evaluation import Evaluation, check_modes
+from palsgd.driver import Driver
+from palsgd.evaluation import EvaluationMode, average_buffers, check_modes
 from palsgd.events import Averaged, Event, Handle, Synced
 from palsgd.inner import (
-    ChainedOptimizer,
-    check_communicates_not,
     check_same_parameters,
     check_scheduler,
+    checked_inner,
     only_initialises,
-    parts_of,
 )
 from palsgd.keywords import documented
 from palsgd.ledger import Ledger
 from palsgd.live_state import LiveState
 from palsgd.method import Facts, Method
-from palsgd.options import check_elastic, checked_options
-from palsgd.outer import OuterFactory, OuterScheduler, described, plain_average
+from palsgd.options import Options, check_elastic, checked_options
+from palsgd.outer import OuterFactory, OuterScheduler, plain_average
 from palsgd.packing import check_form, refuse_palsgd_state
-from palsgd.position import Company
-from palsgd.replica import Replica
+from palsgd.position import join_company
+from palsgd.replica import Replica, check_model
 from palsgd.schedule import Schedule
-from palsgd.schedulers import LagWatch, hold_weakly, peak_rates, rates_ahead, weakly_held
+from palsgd.schedulers import (
+    LagWatch,
+    check_rates,
+    hold_weakly,
+    peak_rates,
+    rates_ahead,
+    weakly_held,
+)
+from palsgd.settings import agree, settings_of
 from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.elastic import ElasticTransport
 from palsgd.transports.levels import check_attached, wrapper_group
 from palsgd.transports.process_group import find_transport
-from palsgd.transports.requests import Admit, Join, Request, fulfil
-from palsgd.transports.transport import Message, Transport, ambient_transport
+from palsgd.transports.requests import Exchange
+from palsgd.transports.transport import Transport, ambient_transport
 from palsgd.unsynced import Unsynced
 from palsgd.warmup import check_attachable, gradient_sync
-from palsgd.welcome import gift, take
-from palsgd.worker import Exchange
 from palsgd.wrapped import Wrapped
 
+# The arguments that are no options of training.
+NO_OPTIONS = ("model", "inner", "scheduler", "group", "transport")
 # How many steps ahead the schedule is looked at, before a run and when its length is known. A copy
 # of it is stepped, at some microseconds a step.
 AT_FIRST, AT_MOST = 1_000, 20_000
@@ -120,106 +124,62 @@ class LocalOptimizer(Optimizer):
     ):
         given = locals()
         self._given = {k: given[k] for k in inspect.signature(LocalOptimizer).parameters}
-        _check_model(model)
-        inner, method = _inner(inner), composed(method)
-        options = checked_options(
-            method=method,
-            outer=outer,
-            outer_scheduler=outer_scheduler,
-            sync_every=sync_every,
-            warmup_steps=warmup_steps,
-            draws=draws,
-            speeds=speeds,
-            seed=seed,
-            buffers=buffers,
-            max_norm=max_norm,
-            on_nonfinite=on_nonfinite,
-            bucket_mb=bucket_mb,
-            compress=compress,
-            delay=delay,
-            fragments=fragments,
-            same_data=same_data,
-            blend=blend,
-            average_state=average_state,
-            offload=offload,
-        )
+        check_model(model)
+        inner = checked_inner(inner, LocalOptimizer)
+        options = self._checked_options()
         if options.has_rounds:
             check_modes(inner, options.average_state)
         refuse_palsgd_state(inner)
         self.model, self.inner = model, inner
         super().__init__(inner.param_groups, inner.defaults)
         replica = Replica(model, inner)
-        method.check(peak_rates(inner))
-        self.transport = (
-            transport
-            or ambient_transport()
-            or find_transport(replica.params, group, wrapper_group(model))
-        )
-        self.transport.check(options.codec)
-        if self.transport.elastic:
-            check_elastic(options, sharded=replica.sharded)
-        method.check_run(inner, self.transport.workers)
+        options.method.check(peak_rates(inner))
+        self.transport = self._found_transport(replica, options)
         outer = plain_average() if outer is None else outer
         self._worker = build_worker(
             model, inner, replica, self.transport, outer, outer_scheduler, options
         )
-        self._showing_anchor, self._watch = False, LagWatch()
-        self._evaluation: Evaluation | None = None  # between eval() and train()
-        self.config = {
-            "method": self._title(),
-            "workers": "elastic" if self.transport.elastic else self.transport.workers,
-            **options.as_config(),
-            "inner": str(inner) if isinstance(inner, ChainedOptimizer) else type(inner).__name__,
-            "inner_settings": inner_settings(inner),
-            "outer": _signature(self.outer),
-            "outer_scheduler": described(self.outer_scheduler),
-        }
-        self._agree(replica, bucket_mb=bucket_mb, offload=offload)
-        self._join_others()
-        self._worker.warmup.switch(on=self._worker.warming_up)
+        self.config = settings_of(self._title(), self._worker, self.transport, options)
+        self._driver, self._watch = Driver(self._parts()), LagWatch()
+        self._evaluation = EvaluationMode(self._worker, self._driver)
+        sizes = {"bucket_mb": bucket_mb, "offload": offload}
+        agree(self.config, model, self._worker, self.transport, **sizes)
+        join_company(self._worker, self.transport)
+        self._worker.warmup.switch(on=self._worker.course.warming_up)
         self.set_scheduler(scheduler)
-        self._look_ahead(AT_FIRST)
-        for doubt in method.doubts(peak_rates(inner), options.sync_every):
+        self._begin(options)
+
+    def _checked_options(self) -> Options:
+        options = {k: v for k, v in self._given.items() if k not in NO_OPTIONS}
+        return checked_options(**options | {"method": composed(self._given["method"])})
+
+    def _found_transport(self, replica: Replica, options: Options) -> Transport:
+        """The transport that was given, or the one that the surroundings have, if it can do what
+        the options need."""
+        transport: Transport = (
+            self._given["transport"]
+            or ambient_transport()
+            or find_transport(replica.params, self._given["group"], wrapper_group(self.model))
+        )
+        transport.check(options.codec)
+        if transport.elastic:
+            check_elastic(options, sharded=replica.sharded)
+        options.method.check_run(self.inner, transport.workers)
+        return transport
+
+    def _begin(self, options: Options) -> None:
+        """Say what is doubtful, prepare what runs beside training, and join a run that is under
+        way."""
+        self._check_ahead(AT_FIRST)
+        for doubt in options.method.doubts(peak_rates(self.inner), options.sync_every):
             warn(doubt)
-        if delay:
-            self.transport.prepare(replica.device)
+        if options.delay:
+            self.transport.prepare(self._worker.inner.replica.device)
         several = self.transport.workers > 1 or self.transport.elastic
         if several and self.transport is not ambient_transport():
-            self._unsynced = Unsynced(self)
+            self._unsynced = self._driver.unsynced = Unsynced(self)
         if isinstance(self.transport, ElasticTransport) and self.transport.outside:
-            self._drive(self._worker.join(fresh=True))
-
-    def _agree(self, replica: Replica, **sizes: Any) -> None:
-        """Raise unless the settings that must be equal on all workers are equal. `sizes` are those
-        that a saved state and its reader need not have in common."""
-        worker = self._worker
-        settings = self.config | {
-            "parameters": replica.describe(),
-            "the model's buffers": worker.warmup.buffers.describe(),
-            **sizes,
-            "same_data": not worker.warmup.guard.compares_work,
-            "gradients averaged by": type(worker.warmup.gradient_sync).__name__,
-        }
-        settings |= by_name(settings.pop("inner_settings"))
-        if not self.transport.shares_code:
-            settings |= program_settings(self.model)
-        self.transport.agree(settings)
-
-    def _join_others(self) -> None:
-        """Have the optimizers that use the same process group compare, before each sync, which of
-        them it is of. The workers agree whether there are several, as one may have dropped an
-        optimizer that another still holds."""
-        worker, channel = self._worker, self.transport.channel
-        if self.transport.workers == 1 or channel is self.transport:
-            return  # nobody else uses its channel
-        company = Company.of(channel)
-        company.check_others(worker)
-        worker.optimizer = company.join(worker)
-        several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
-        self.transport.mean(Message(several))
-        if several.item() > 0:
-            for member in company.members:
-                member.crowded = True
+            self._driver.run(self._worker.meetings.join(fresh=True))
 
     def _title(self) -> str:
         """The name of the method in messages and settings."""
@@ -284,7 +244,11 @@ class LocalOptimizer(Optimizer):
             NonFiniteError: a model has inf or nan at a sync.
             SyncError: a peer could not be reached; the global model is unchanged.
         """
-        if self._showing_anchor or self._worker.leaving or torch.is_inference_mode_enabled():
+        if (
+            self._evaluation.shows_global
+            or self._worker.leaving
+            or torch.is_inference_mode_enabled()
+        ):
             self._refuse_step()
         if self._worker.at.clock == 0 and only_initialises(self.inner):
             self.inner.step()
@@ -299,7 +263,7 @@ class LocalOptimizer(Optimizer):
                 loss = closure()
         if not self._worker.plain_step():
             self._check_gradients()
-            self._drive(self._worker.step())
+            self._driver.run(self._worker.step())
             self._check_schedulers()
         if hooked and (self._optimizer_step_post_hooks or _global_optimizer_post_hooks):
             self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
@@ -310,7 +274,7 @@ class LocalOptimizer(Optimizer):
     def _check_gradients(self) -> None:
         """Warn if the first local step has nothing to go by, which torch's optimizers accept."""
         worker = self._worker
-        if worker.at.gradient_steps or worker.warming_up:
+        if worker.at.gradient_steps or worker.course.warming_up:
             return
         if all(p.grad is None for p in worker.inner.replica.params):
             warn(
@@ -331,12 +295,12 @@ class LocalOptimizer(Optimizer):
                 f"step() after opt.leaving became True at clock {self.clock}, where all workers "
                 "stop; save and end the program, or go on with another palsgd.until()"
             )
-        if not self._showing_anchor:
+        if not self._evaluation.shows_global:
             raise RuntimeError(
                 "step() inside torch.inference_mode(): what the inner optimizer makes there cannot "
                 "be changed by a later step; leave inference mode before training"
             )
-        if self._evaluation is not None:
+        if self._evaluation.lasts:
             raise RuntimeError(
                 "step() after eval(): the model holds the global weights; call opt.train() first"
             )
@@ -364,9 +328,9 @@ class LocalOptimizer(Optimizer):
         round."""
         self.train()
         self._worker.leaving = False  # a loop that goes on does so until the next sync
-        self._look_ahead(min(steps - self.clock, AT_MOST))
-        self._worker.end_at(steps)
-        self._drive(self._worker.prepare())
+        self._check_ahead(min(steps - self.clock, AT_MOST))
+        self._worker.course.end_at(steps)
+        self._driver.run(self._worker.prepare())
 
     def attach(self, model: nn.Module) -> None:
         """Tell the optimizer of the `DistributedDataParallel` that was put around its model after
@@ -389,21 +353,14 @@ class LocalOptimizer(Optimizer):
         if isinstance(wrapper, Wrapped) and wrapper.model is not known:
             worker.attach(wrapper)
 
-    def _look_ahead(self, steps: int) -> None:
+    def _check_ahead(self, steps: int) -> None:
         """Raise if the schedule leads to learning rates that the method refuses, within so many
         steps."""
         worker = self._worker
-        if not worker.method.foreseeable:
-            return
-        ahead = rates_ahead(worker.inner.scheduler, self, self.inner)
-        for clock, rates in zip(range(self.clock, self.clock + steps), ahead, strict=False):
-            try:
-                if not worker.schedule.warms_up(clock):
-                    worker.method.check_step(rates, clock, worker.schedule.length(clock))
-            except ValueError as refusal:
-                raise ValueError(
-                    f"{refusal} (at clock {clock}, to which the settings lead)"
-                ) from None
+        if worker.method.foreseeable:
+            ahead = rates_ahead(worker.inner.scheduler, self, self.inner)
+            clocks = range(self.clock, self.clock + steps)
+            check_rates(worker.method, worker.schedule, clocks, ahead)
 
     def finish(self) -> None:
         """End a loop that ends with its data: apply what is pending, and sync the steps since the
@@ -415,7 +372,7 @@ class LocalOptimizer(Optimizer):
             ConsensusError: a worker called it while another came to a sync within its loop.
         """
         self.train()
-        self._drive(self._worker.finish())
+        self._driver.run(self._worker.finish())
 
     def leave(self) -> None:
         """Ask all workers to end training at the same point, the next sync at which every worker
@@ -457,7 +414,7 @@ class LocalOptimizer(Optimizer):
         Returns:
             A handle whose `remove()` removes the listener.
         """
-        return self._worker.listeners.on(kind, listener)
+        return self._worker.books.listeners.on(kind, listener)
 
     def after_exchange(self, callback: Callable[[], None]) -> tuple[Handle, Handle]:
         """Call `callback()` after every later exchange. Deprecated: use `on`."""
@@ -465,54 +422,6 @@ class LocalOptimizer(Optimizer):
             self.on(Averaged, lambda event: callback()),
             self.on(Synced, lambda event: callback() if event.completes else None),
         )
-
-    @torch.no_grad()
-    def _drive(self, exchange: Exchange) -> None:
-        """Do through the transport what the worker requests. An error is raised inside the worker,
-        so that the worker can restore its tensors."""
-        unsynced = self.__dict__.get("_unsynced")
-        try:
-            request = next(exchange)
-            while True:
-                try:
-                    sent = self._fulfil(request)
-                except RuntimeError as error:
-                    lost = not isinstance(error, (torch.OutOfMemoryError, SyncError))
-                    request = exchange.throw(self._lost_peer(error) if lost else error)
-                except BaseException as error:  # KeyboardInterrupt too
-                    request = exchange.throw(error)
-                else:
-                    request = exchange.send(sent)
-        except StopIteration:
-            pass
-        except BaseException:
-            if unsynced is not None:  # this error says more than a warning about what it left
-                unsynced.quiet = True
-            raise
-
-    def _fulfil(self, request: Request) -> int:
-        """Do what a request asks for. Newcomers are given the state of the optimizer, which the
-        transport does not know."""
-        if not isinstance(request, (Admit, Join)):
-            return fulfil(self.transport, request)
-        assert isinstance(self.transport, ElasticTransport)
-        if isinstance(request, Admit):
-            self.transport.admit(lambda fresh: gift(self._parts(), fresh=fresh))
-        else:
-            given = self.transport.join(fresh=request.fresh)
-            take(self._parts(), given, fresh=request.fresh)
-        return 0
-
-    def _lost_peer(self, error: RuntimeError) -> SyncError:
-        failure = SyncError(
-            f"worker {self.transport.worker} could not exchange with the others at clock "
-            f"{self.clock}: a worker left early, stalled or lost its link. The global model is "
-            "unchanged; start all workers again from a checkpoint. If it left because its data "
-            "ended, end all loops at one clock with palsgd.until() "
-            f"({_first_sentence(str(error))})"
-        )
-        failure.__cause__ = error
-        return failure
 
     # -- where it stands -----------------------------------------------------------------------
 
@@ -529,14 +438,14 @@ class LocalOptimizer(Optimizer):
     @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer, whose parameters are the anchor's tensors; None for DDP."""
-        syncer = self._worker._syncer
-        return None if syncer is None else syncer.outer
+        changes = self._worker.changes
+        return None if changes is None else changes.outer
 
     @property
     def outer_scheduler(self) -> Any:
         """The scheduler of the outer learning rate, or None."""
-        syncer = self._worker._syncer
-        return None if syncer is None else syncer.outer_scheduler
+        changes = self._worker.changes
+        return None if changes is None else changes.outer_scheduler
 
     @property
     def schedule(self) -> Schedule:
@@ -570,7 +479,7 @@ class LocalOptimizer(Optimizer):
         only then. It is always True with `draws="balanced"` or `"shared"`, and costs no message.
         With `draws="paced"` workers take unequally many iterations to a sync, and it is True right
         after a sync: there all workers may save."""
-        return self._worker.may_save
+        return self._worker.course.may_save
 
     @property
     def synced(self) -> bool:
@@ -583,7 +492,7 @@ class LocalOptimizer(Optimizer):
     @property
     def ledger(self) -> Ledger:
         """What this worker did: counts, bytes, seconds, and one line per sync."""
-        self._worker.meter.watch.catch_up()
+        self._worker.books.meter.watch.catch_up()
         return self._worker.ledger
 
     def eval(self) -> None:
@@ -591,62 +500,25 @@ class LocalOptimizer(Optimizer):
         and `step()` is refused. An inner optimizer that has `train()` and `eval()` itself is put
         into evaluation mode. For a method whose workers have no common anchor the global model
         takes a message, so all workers must call this."""
-        if self._evaluation is not None:
-            return
-        if self._showing_anchor:
-            raise RuntimeError("eval() inside anchor_weights(): leave the with block first")
-        self._warn_of_stale_buffers()
-        self._evaluation = self._shown()
-        self._showing_anchor = True
+        self._evaluation.begin()
 
     def train(self) -> None:
         """Go back to the local model after `eval()`, bit for bit."""
-        if self._evaluation is not None:
-            self._evaluation.end()
-            self._evaluation, self._showing_anchor = None, False
+        self._evaluation.end()
 
     @contextmanager
     def anchor_weights(self) -> Iterator[nn.Module]:
         """Inside, the model holds the global weights and buffers. On leaving, the local weights and
         buffers are restored. For a method whose workers have no common anchor the global model
         takes a message, so all workers must call this."""
-        self._warn_of_stale_buffers()
-        with self._global_model():
+        self._evaluation.warn_of_stale_buffers()
+        with self._evaluation.inside():
             yield self.model
-
-    def _warn_of_stale_buffers(self) -> None:
-        if self._worker.at.has_anchor and not self._worker.warmup.buffers.current:
-            warn(
-                "buffers='recompute' and they were not recomputed since the last sync: the global "
-                "weights are shown with this worker's own buffers; call recompute_buffers(batches)"
-            )
-
-    def _shown(self) -> Evaluation:
-        evaluation = Evaluation(self._worker)
-        try:
-            self._drive(evaluation.show())
-        except BaseException:
-            evaluation.end()
-            raise
-        return evaluation
-
-    @contextmanager
-    def _global_model(self) -> Iterator[None]:
-        if self._evaluation is not None:  # eval() shows it already
-            yield
-            return
-        evaluation = self._shown()
-        outside, self._showing_anchor = self._showing_anchor, True
-        try:
-            yield
-        finally:
-            self._showing_anchor = outside
-            evaluation.end()
 
     def training_state(self) -> AbstractContextManager[None]:
         """Inside, the model and the inner optimizer are as training left them, also after
         `eval()`."""
-        return nullcontext() if self._evaluation is None else self._evaluation.interrupted()
+        return self._evaluation.interrupted()
 
     def recompute_buffers(
         self,
@@ -656,9 +528,9 @@ class LocalOptimizer(Optimizer):
         """Compute the global model's normalization statistics by forward passes over `batches`, and
         average them over the workers. All workers must call this."""
         buffers = self._worker.warmup.buffers
-        with self._global_model(), torch.no_grad():
+        with self._evaluation.inside(), torch.no_grad():
             buffers.recompute(self.model, batches, forward)
-            self._drive(self._worker.average_buffers())
+            self._driver.run(average_buffers(self._worker))
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -716,7 +588,7 @@ class LocalOptimizer(Optimizer):
             changed = pre_hook(self, state)
             state = state if changed is None else changed
         # The model is loaded beside this state, so what it held before eval() must not come back.
-        self._evaluation, self._showing_anchor = None, False
+        self._evaluation.forget()
         load_state(self._parts(), state, strict=strict, joining=joining)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -744,7 +616,7 @@ class LocalOptimizer(Optimizer):
         scheduler = self._worker.inner.scheduler
         memo |= {id(each.optimizer): proxy(copy) for each in weakly_held(scheduler)}
         copy.set_scheduler(deepcopy(scheduler, memo))
-        copy._worker.end_at(self._worker.schedule.end)
+        copy._worker.course.end_at(self._worker.schedule.end)
         for name in vars(self).keys() - vars(copy).keys():  # a subclass's own
             setattr(copy, name, deepcopy(getattr(self, name), memo))
         return copy
@@ -764,51 +636,3 @@ class LocalOptimizer(Optimizer):
                 "parameters cannot be added to a palsgd optimizer; add them to the inner optimizer "
                 "and build a new one"
             )
-
-
-def _inner(inner: Any) -> Optimizer:
-    if isinstance(inner, (list, tuple)):
-        inner = ChainedOptimizer(inner)
-    if not isinstance(inner, Optimizer):
-        raise ValueError(
-            f"inner must be a torch optimizer, got {type(inner).__name__}; use for instance "
-            "torch.optim.AdamW(model.parameters(), lr=1e-3)"
-        )
-    for part in parts_of(inner):
-        if isinstance(part, LocalOptimizer):
-            raise ValueError(
-                f"inner={type(part).__name__} is a palsgd optimizer itself, so there would be two "
-                "clocks and two anchors; give the torch optimizer inside it, its .inner"
-            )
-        closure = inspect.signature(type(part).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise ValueError(
-                f"inner={type(part).__name__} evaluates the loss several times in a step, and a "
-                "step here takes the one gradient that it is given; use an optimizer whose step() "
-                "needs no closure, such as torch.optim.AdamW"
-            )
-    check_communicates_not(inner)
-    return inner
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
-            "not its parameters: the inner optimizer has those"
-        )
-
-
-def _first_sentence(text: str) -> str:
-    """What gloo says ends in pictures and advice that do not belong here."""
-    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
-    return re.split(r"(?<=[^.])[.!] (?=[A-Z])", first)[0].rstrip(".!")
-
-
-def _signature(optimizer: Optimizer | None) -> str:
-    if optimizer is None:
-        return "none"
-    settings = {k: v for k, v in optimizer.defaults.items() if v is not None}
-    return (
-        f"{type(optimizer).__name__}({', '.join(f'{k}={v}' for k, v in sorted(settings.items()))})"
-    )

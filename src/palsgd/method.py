@@ -73,16 +73,9 @@ class Facts:
 
     def drawn(self, worker: int, round: int, length: int, mix_prob: float) -> list[bool]:
         """A worker's steps of a round, as `palsgd.round_plan` draws them."""
-        return round_plan(
-            seed=self.seed,
-            worker=worker,
-            round=round,
-            sync_every=length,
-            mix_prob=mix_prob,
-            draws=self.draws,
-            stops=self.stops,
-            speeds=self.speeds if self.draws == "paced" else None,
-        )
+        speeds = self.speeds if self.draws == "paced" else None
+        drawn = self._drawn_from(worker, round, length, mix_prob)
+        return round_plan(**drawn, draws=self.draws, speeds=speeds)
 
     def pace(
         self, worker: int, round: int, length: int, mix_prob: float
@@ -91,15 +84,19 @@ class Facts:
         that know no speeds, and with equal speeds, where paced draws are balanced ones."""
         if self.draws != "paced" or len(set(self.speeds)) == 1:
             return None
-        return round_pace(
-            seed=self.seed,
-            worker=worker,
-            round=round,
-            sync_every=length,
-            mix_prob=mix_prob,
-            stops=self.stops,
-            speeds=self.speeds,
-        )
+        drawn = self._drawn_from(worker, round, length, mix_prob)
+        return round_pace(**drawn, speeds=self.speeds)
+
+    def _drawn_from(self, worker: int, round: int, length: int, mix_prob: float) -> dict[str, Any]:
+        """What the draws of a worker's round depend on, beside the kind of draws and speeds."""
+        return {
+            "seed": self.seed,
+            "worker": worker,
+            "round": round,
+            "sync_every": length,
+            "mix_prob": mix_prob,
+            "stops": self.stops,
+        }
 
 
 @dataclass(frozen=True)

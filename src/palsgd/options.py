@@ -132,20 +132,52 @@ def checked_options(
     first = check_int("sync_every", first, least=1, most=LONGEST_ROUND)
     if not is_endless(warmup_steps):
         warmup_steps = check_int("warmup_steps", warmup_steps)
-    for name in ("max_norm", "blend"):  # torch.load reads no NumPy numbers by default
-        others[name] = None if others[name] is None else _plain(others[name])
-    for name, least in (("seed", 0), ("delay", 0), ("fragments", 1)):
-        others[name] = check_int(name, others[name], least=least)
-    others["average_state"] = _checked_names(others["average_state"])
-    others["speeds"] = checked_speeds(others["speeds"])
     options = Options(
         method=method,
         sync_every=first,
         auto=auto,
         codec=codec,
         warmup_steps=warmup_steps,
-        **others,
+        **_as_kept(others),
     )
+    _check_values(options)
+    _check_average_state(options)
+    of_syncs = _options_of_syncs(options, outer_scheduler)
+    _check_refusals(method, outer=outer, **of_syncs, sync_every=auto)
+    _check_lag(first, auto, options.delay, options.fragments)
+    _check_names(method)
+    if not options.has_rounds:
+        _check_no_syncs(**of_syncs)
+    return options
+
+
+def _as_kept(others: dict[str, Any]) -> dict[str, Any]:
+    """The options that are kept in another form than they may be given in, beside those that stay
+    as they are."""
+    kept = dict(others)
+    for name in ("max_norm", "blend"):  # torch.load reads no NumPy numbers by default
+        kept[name] = None if kept[name] is None else _plain(kept[name])
+    for name, least in (("seed", 0), ("delay", 0), ("fragments", 1)):
+        kept[name] = check_int(name, kept[name], least=least)
+    kept["average_state"] = _checked_names(kept["average_state"])
+    kept["speeds"] = checked_speeds(kept["speeds"])
+    return kept
+
+
+def _options_of_syncs(options: Options, outer_scheduler: Any) -> dict[str, Any]:
+    """What a method may refuse, and what means nothing without syncs."""
+    return {
+        "outer_scheduler": outer_scheduler,
+        "blend": options.blend,
+        "compress": options.codec,
+        "delay": options.delay,
+        "fragments": options.fragments,
+        "offload": options.offload,
+        "draws": options.draws if options.paced else None,
+    }
+
+
+def _check_values(options: Options) -> None:
     check_choice("draws", options.draws, DRAWS)
     _check_speeds(options)
     check_choice("on_nonfinite", options.on_nonfinite, ("raise", "skip"))
@@ -158,6 +190,9 @@ def checked_options(
     if options.blend is not None:
         words = "a number in [0, 1]: the share of itself that a local model keeps at a sync"
         check_number("blend", options.blend, words, low=below(0.0), high=math.nextafter(1, 2))
+
+
+def _check_average_state(options: Options) -> None:
     if options.average_state and options.offload:
         raise ValueError(
             f"average_state={options.average_state} with offload=True: the inner state would be "
@@ -168,31 +203,6 @@ def checked_options(
             f"average_state={options.average_state} with delay={options.delay}: the inner state "
             "would lose what it changed since it was sent; use delay=0"
         )
-    _check_refusals(
-        method,
-        outer=outer,
-        outer_scheduler=outer_scheduler,
-        blend=options.blend,
-        compress=codec,
-        delay=options.delay,
-        fragments=options.fragments,
-        sync_every=auto,
-        offload=options.offload,
-        draws=options.draws if options.paced else None,
-    )
-    _check_lag(first, auto, options.delay, options.fragments)
-    _check_names(method)
-    if not options.has_rounds:
-        _check_no_syncs(
-            compress=codec,
-            delay=options.delay,
-            fragments=options.fragments,
-            blend=options.blend,
-            outer_scheduler=outer_scheduler,
-            offload=options.offload,
-            draws=options.draws if options.paced else None,
-        )
-    return options
 
 
 def check_elastic(options: Options, *, sharded: bool) -> None:

@@ -272,19 +272,20 @@ def payload_size(worker: "Worker", payload: Payload | None = None) -> PayloadSiz
     syncer, replica, buffers = worker._syncer, worker.inner.replica, worker.warmup.buffers
     memory, guard = worker.warmup.memory, worker.warmup.guard
     payload = payload or Payload()
-    averaged = 0 if syncer is None or syncer.averaged is None else len(syncer.averaged.names)
+    state = None if syncer is None else syncer.changes.averaged
+    averaged = 0 if state is None else len(state.names)
     ranges = [memory.model] if syncer is None else syncer.anchor.ranges
     return PayloadSize(
         fragments=[len(part) for part in ranges],
         workers=guard.workers,
         itemsize=replica.dtype.itemsize,
         bucket=memory.bucket_size,
-        whole=syncer is not None and syncer.whole,
+        whole=syncer is not None and syncer.outgoing.whole,
         buffers=buffers.encoded_size if buffers.averaged else 0,
         tensors=len(replica.params),
         scalars=scalar_count(payload),
         report=guard.header.size // guard.workers,
-        codec=None if syncer is None else syncer.codec,
+        codec=None if syncer is None else syncer.outgoing.codec,
         displacement=False,  # if it is sent, it is among the parts
         gathered=worker.method.overrides("weights"),
         parts=part_sizes(payload) + (PartSize(coded=False),) * averaged,

@@ -6,12 +6,14 @@ size is always the same can be read by all, and tells them apart first.
 """
 
 import weakref
+from collections.abc import Generator
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from palsgd.errors import ConsensusError
 from palsgd.rows import halves, joined, own_row, rows_of_all
+from palsgd.transports.transport import Message, Transport
 
 WARMUP, OPENING, SYNC, FINISH = PHASES = (
     "a step of the warm-up",
@@ -35,6 +37,32 @@ class Position(NamedTuple):
             return self.phase
         place = f"sync {self.sync}" if self.phase == SYNC else self.phase
         return f"{place} (clock {self.clock})"
+
+
+class PositionCheck:
+    """Whether the workers compare where they stand before the next exchange of this optimizer."""
+
+    def __init__(self) -> None:
+        self.optimizer = 0  # which of the optimizers of this process it is
+        self.crowded = False  # do other optimizers use the same process group?
+        self.due = False  # before the next exchange, as after a load?
+
+    def compare(
+        self, phase: str, clock: int, sync: int, row: tuple[int, int], like: Tensor
+    ) -> Generator[Message, int, None]:
+        """Raise unless all workers are about to exchange the same. This is done for the first
+        exchange after a load and, if several optimizers share a process group, before each. `row`
+        has the number of this worker and the number of workers."""
+        worker, workers = row
+        if workers == 1 or not (self.due or self.crowded):
+            return
+        clock = 0 if phase == FINISH else clock  # workers finish at any clock of a round
+        values = encode(worker, workers, Position(phase, clock, sync, self.optimizer), like)
+        # The message is not in the ledger, so that the ledger of a resumed run is that of a run
+        # that was never interrupted.
+        yield Message(values)
+        check(values, workers)
+        self.due = False
 
 
 def encode(worker: int, workers: int, mine: Position, like: Tensor) -> Tensor:
@@ -68,7 +96,7 @@ def _position(line: list[float]) -> Position:
 
 
 class Company:
-    """The optimizers of this process whose messages go through one channel."""
+    """The workers of the optimizers of this process whose messages go through one channel."""
 
     _all: ClassVar["weakref.WeakKeyDictionary[Any, Company]"] = weakref.WeakKeyDictionary()
 
@@ -86,7 +114,7 @@ class Company:
         and no message could tell."""
         others = [each for each in self._all.values() if each is not self]
         waiting = [one for each in others for one in each.members if not one.at.synced]
-        if member.draws_alone and any(one.draws_alone for one in waiting):
+        if member.course.draws_alone and any(one.course.draws_alone for one in waiting):
             raise ValueError(
                 "two optimizers in one process, each with a group of its own, would wait for each "
                 f"other with draws={member.facts.draws!r}, as their syncs come in another order on "
@@ -98,3 +126,20 @@ class Company:
         self.members.add(member)
         self.built += 1
         return self.built - 1
+
+
+def join_company(worker: Any, transport: Transport) -> None:
+    """Have the optimizers that use the same process group compare, before each sync, which of them
+    it is of. The workers agree whether there are several, as one may have dropped an optimizer that
+    another still holds."""
+    channel = transport.channel
+    if transport.workers == 1 or channel is transport:
+        return  # nobody else uses its channel
+    company = Company.of(channel)
+    company.check_others(worker)
+    worker.position.optimizer = company.join(worker)
+    several = worker.warmup.template.new_tensor([float(len(company.members) > 1)])
+    transport.mean(Message(several))
+    if several.item() > 0:
+        for member in company.members:
+            member.position.crowded = True

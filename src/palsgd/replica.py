@@ -1,6 +1,7 @@
 """One worker's copy of the model: the tensors that its inner optimizer trains."""
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,14 @@ from torch.optim import Optimizer
 
 from palsgd.flat import Layout
 from palsgd.sharding import is_sharded, local_tensor
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
+            "not its parameters: the inner optimizer has those"
+        )
 
 
 class Replica:

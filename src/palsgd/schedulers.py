@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from palsgd.checks import warn
 from palsgd.inner import parts_of
+from palsgd.method import Method
+from palsgd.schedule import Schedule
 
 
 def peak_rates(inner: Optimizer) -> list[float]:
@@ -35,6 +37,18 @@ def rates_ahead(scheduler: Any, opt: Optimizer, inner: Optimizer) -> Iterator[li
         yield [float(group["lr"]) for group in shown]
         if found is not None and not _stepped(found):
             return
+
+
+def check_rates(
+    method: Method, schedule: Schedule, clocks: range, ahead: Iterator[list[float]]
+) -> None:
+    """Raise if the method refuses the learning rates that a schedule leads to at these clocks."""
+    for clock, rates in zip(clocks, ahead, strict=False):
+        try:
+            if not schedule.warms_up(clock):
+                method.check_step(rates, clock, schedule.length(clock))
+        except ValueError as refusal:
+            raise ValueError(f"{refusal} (at clock {clock}, to which the settings lead)") from None
 
 
 def _copied_groups(inner: Optimizer) -> dict[int, dict[str, Any]]:

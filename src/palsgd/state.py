@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from palsgd.auto_interval import Costs
+from palsgd.course import Course, Progress
 from palsgd.pacing import as_records
 from palsgd.packing import ModelLike, numbers, packed, snapshot, unpacked
 from palsgd.schedule import Span
@@ -31,7 +32,6 @@ from palsgd.state_optimizers import (
 )
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
 from palsgd.state_rank import await_pending, load_rank, save_rank
-from palsgd.worker import Progress, Worker
 
 __all__ = ["SCHEMA", "Parts", "load_state", "numbers", "save_state"]
 
@@ -161,8 +161,8 @@ def _go_on_from_anchor(of: Parts, number: int, load: Loading) -> None:
     worker, syncer = of.worker, of.syncer
     if syncer is None or not worker.at.has_anchor:
         return  # in the warm-up all workers hold the same
-    syncer.join(worker.schedule.round_of(worker.at.clock))
-    syncer.residues = {}
+    syncer.changes.join(worker.schedule.round_of(worker.at.clock))
+    syncer.residues.kept = {}
     if syncer.pending is not None:
         part = syncer.anchor.part(syncer.pending.at.fragment)
         syncer.pending.local_when_sent = part.clone()
@@ -201,45 +201,45 @@ def _check_names(of: Parts, saved: list[str] | None) -> None:
 
 
 def _save_progress(of: Parts) -> dict[str, Any]:
-    worker = of.worker
-    counts = asdict(worker.at)
+    course = of.worker.course
+    counts = asdict(course.at)
     del counts["clock"]
     return counts | {
-        "spans": [tuple(span) for span in worker.schedule.spans],
-        "measuring": worker.interval is not None,
-        "costs": [] if worker.interval is None else [asdict(c) for c in worker.interval.costs],
+        "spans": [tuple(span) for span in course.schedule.spans],
+        "measuring": course.interval is not None,
+        "costs": [] if course.interval is None else [asdict(c) for c in course.interval.costs],
     }
 
 
 def _load_progress(of: Parts, saved: dict[str, Any], load: Loading) -> None:
-    worker, saved = of.worker, deepcopy(saved)  # the worker changes some of these lists
-    worker.start_over()
+    course, saved = of.worker.course, deepcopy(saved)  # the worker changes some of these lists
+    of.worker.start_over()
     spans, measuring = saved.pop("spans"), saved.pop("measuring")
     costs = [Costs(**found) for found in saved.pop("costs")]
     saved["marks"] = [(steps, tuple(sums)) for steps, sums in saved["marks"]]
     saved["last_record"] = tuple(saved["last_record"])
-    _cut_anew(saved, worker.schedule.fragments)
-    _keep_speeds(saved, worker)
-    worker.at = Progress(**saved)
+    _cut_anew(saved, course.schedule.fragments)
+    _keep_speeds(saved, course)
+    course.at = Progress(**saved)
     if load.differs("sync_every", "method"):
         return  # the rounds are those of the new settings, and "auto" measures anew
-    if worker.interval is not None and measuring:
-        worker.interval.costs = costs
-    elif worker.interval is not None or worker.method.varies_length:
-        worker.interval = None
-        _take_spans(of, [Span(*span) for span in spans])
+    if course.interval is not None and measuring:
+        course.interval.costs = costs
+    elif course.interval is not None or course.method.varies_length:
+        course.interval = None
+        _take_spans(course, [Span(*span) for span in spans])
 
 
-def _keep_speeds(saved: dict[str, Any], worker: Worker) -> None:
+def _keep_speeds(saved: dict[str, Any], course: Course) -> None:
     """The saved speeds, unless others are given, or they are of another number of workers: then a
     run begins with equal ones and measures anew."""
-    pacing, found = worker.pacing, saved.get("speeds") or []
+    pacing, found = course.pacing, saved.get("speeds") or []
     found = [(round, tuple(speeds)) for round, speeds in found]
     fits = pacing is not None and all(len(speeds) == pacing.workers for _, speeds in found)
     if found and fits and pacing is not None and pacing.given is None:
         saved["speeds"] = found
     else:
-        saved["speeds"], saved["step_seconds"] = worker.at.speeds, []
+        saved["speeds"], saved["step_seconds"] = course.at.speeds, []
 
 
 def _cut_anew(saved: dict[str, Any], fragments: int) -> None:
@@ -254,7 +254,7 @@ def _cut_anew(saved: dict[str, Any], fragments: int) -> None:
 def _load_clock(of: Parts, saved: int, load: Loading) -> None:
     at = of.worker.at
     at.clock = saved
-    if of.worker.warming_up and at.has_anchor:
+    if of.worker.course.warming_up and at.has_anchor:
         # in the warm-up the local model is the global one, so an anchor would be an old one
         at.has_anchor, load.leaves_rounds = False, True
         model = "the saved global model" if of.transport.workers > 1 else "this worker's model"
@@ -264,13 +264,12 @@ def _load_clock(of: Parts, saved: int, load: Loading) -> None:
         )
 
 
-def _take_spans(of: Parts, spans: list[Span]) -> None:
+def _take_spans(course: Course, spans: list[Span]) -> None:
     """Set the rounds whose lengths were chosen during training."""
-    worker = of.worker
-    settled = not worker.method.varies_length
-    worker.schedule = replace(worker.schedule, spans=tuple(spans), settled=settled)
+    settled = not course.method.varies_length
+    course.schedule = replace(course.schedule, spans=tuple(spans), settled=settled)
     if settled:  # An interval rule chose H. A method that varies H starts from the H it was given.
-        worker.facts = replace(worker.facts, sync_every=spans[-1].length)
+        course.facts = replace(course.facts, sync_every=spans[-1].length)
 
 
 # -- the models -------------------------------------------------------------------------------

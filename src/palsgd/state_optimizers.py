@@ -37,7 +37,7 @@ def save_outer(of: Parts) -> dict[str, Any] | None:
     tensors, for each piece."""
     if of.syncer is None:
         return None
-    outer, params = of.syncer.outer, of.syncer.anchor.params
+    outer, params = of.syncer.changes.outer, of.syncer.anchor.params
     has_state = [bool(outer.state.get(p)) for p in params]
     states = _complete_outer_state(of.syncer)
     like_pieces = {k for p in params for k, v in states[p].items() if _is_like(v, p)}
@@ -59,7 +59,7 @@ def _complete_outer_state(syncer: Syncer) -> dict[Tensor, dict[str, Any]]:
     """The state of each piece. For a piece that was never synced it is what a step with a gradient
     of zeros makes. Every state of an optimizer thus has the same tensors, as readers of checkpoints
     require, and `used` says which of them count."""
-    outer, params = syncer.outer, syncer.anchor.params
+    outer, params = syncer.changes.outer, syncer.anchor.params
     unused = [p for p in params if not outer.state.get(p)]
     if unused:
         kept = syncer.anchor.flat.clone()
@@ -92,7 +92,7 @@ def _joined_outer(of: Parts, states: dict[Tensor, dict[str, Any]], name: str) ->
 def load_outer(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None:
     if of.syncer is None or saved is None or not of.worker.at.has_anchor:
         return  # the outer state is empty when the local phase begins
-    outer, params = of.syncer.outer, of.syncer.anchor.params
+    outer, params = of.syncer.changes.outer, of.syncer.anchor.params
     if "state" in saved:  # of release 0.1.0
         outer.load_state_dict(_plain(saved))
         return
@@ -129,8 +129,8 @@ def _cut_outer(of: Parts, name: str, saved: Mapping[str, Tensor]) -> None:
     load_model_like(of.replica, joined, saved)
     for fragment, params in enumerate(syncer.anchor.outer_params):
         for piece, param in zip(joined.pieces(fragment), params, strict=True):
-            if param in syncer.outer.state:
-                syncer.outer.state[param][name] = piece.clone()
+            if param in syncer.changes.outer.state:
+                syncer.changes.outer.state[param][name] = piece.clone()
 
 
 def _plain(state: Any) -> Any:
@@ -170,16 +170,16 @@ def _set_base_rates(scheduler: Any, rates: Any) -> None:
 
 
 def save_outer_scheduler(of: Parts) -> Any:
-    syncer = of.worker._syncer
-    scheduler = None if syncer is None else syncer.outer_scheduler
+    changes = of.worker.changes
+    scheduler = None if changes is None else changes.outer_scheduler
     return None if scheduler is None else snapshot(scheduler.state_dict())
 
 
 def load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
     """Load the schedule of the outer learning rate, and set the rate to where it stood."""
-    syncer = of.worker._syncer
-    if syncer is None or syncer.outer_scheduler is None or saved is None:
+    changes = of.worker.changes
+    if changes is None or changes.outer_scheduler is None or saved is None:
         return
-    syncer.outer_scheduler.load_state_dict(saved)
-    for group, lr in zip(syncer.outer.param_groups, saved["_last_lr"], strict=True):
+    changes.outer_scheduler.load_state_dict(saved)
+    for group, lr in zip(changes.outer.param_groups, saved["_last_lr"], strict=True):
         group["lr"] = lr

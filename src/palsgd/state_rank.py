@@ -8,8 +8,9 @@ from torch import Tensor
 
 from palsgd.codecs.residues import PartResidue, from_messages
 from palsgd.packing import ModelLike
+from palsgd.pending_sync import Moment, PendingSync, SentPart
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
-from palsgd.sync import Moment, PendingSync, SentPart, Syncer
+from palsgd.sync import Syncer
 from palsgd.transports.transport import Message
 
 
@@ -37,7 +38,7 @@ def load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer = of.syncer
     if syncer is None or not of.worker.at.has_anchor:
         return
-    syncer.residues = _fitting_residues(of, saved, load)
+    syncer.residues.kept = _fitting_residues(of, saved, load)
     if saved["pending"] is None or saved["pending"].get("empty"):
         return
     other = load.differs("fragments", "workers", "method")
@@ -71,16 +72,16 @@ def _save_residues(of: Parts) -> dict[str, Any]:
     """For each part that is sent, the residues of all fragments as tensors like the model's. The
     displacement has a place for them before its first sync too."""
     syncer = of.syncer
-    if syncer is None or syncer.codec is None:
+    if syncer is None or syncer.outgoing.codec is None:
         return {}
-    parts = dict.fromkeys(["model", *(part for _, part in syncer.residues)])
+    parts = dict.fromkeys(["model", *(part for _, part in syncer.residues.kept)])
     return {part: _save_part_residues(of, syncer, part) for part in parts}
 
 
 def _save_part_residues(of: Parts, syncer: Syncer, part: str) -> dict[str, Any]:
     own, mean = scratch(syncer, torch.float32), scratch(syncer, torch.float32)
     ranges: list[Any] = [None] * len(syncer.anchor.ranges)  # None: nothing was sent
-    for (fragment, name), kept in syncer.residues.items():
+    for (fragment, name), kept in syncer.residues.kept.items():
         if name == part and not kept.fresh:
             ranges[fragment] = [(each.start, each.stop) for each in kept.ranges]
             own.part(fragment).copy_(kept.own)
@@ -153,20 +154,20 @@ def _message_residues(
 ) -> dict[tuple[int, str], PartResidue]:
     """The residues of a state of release 0.1.0, which has them message by message."""
     syncer, found = of.worker.syncer, {}
-    if syncer.codec is None:
+    if syncer.outgoing.codec is None:
         return {}
     by_place = {(entry["fragment"], entry["message"]): entry for entry in [*saved, *left]}
     for fragment in sorted({fragment for fragment, _ in by_place}):
         entries = [by_place[key] for key in sorted(by_place) if key[0] == fragment]
         kept = from_messages(
             entries,
-            syncer.messages(fragment),
-            syncer.codec,
+            syncer.outgoing.messages(fragment),
+            syncer.outgoing.codec,
             worker=of.transport.worker,
             workers=of.transport.workers,
             like=syncer.memory.template,
         )
-        if kept is None or syncer.method.overrides("payload"):
+        if kept is None or syncer.outgoing.method.overrides("payload"):
             raise ValueError(
                 "the state has residues of messages that are cut otherwise here, and an earlier "
                 "release saved it; go on once with the bucket_mb and the release that saved it"

@@ -17,14 +17,13 @@ from palsgd.flat import Buckets
 from palsgd.guard import Guard, Verdict, WorkerReport, nonfinite_step
 from palsgd.memory import MessageMemory
 from palsgd.meter import Meter
+from palsgd.payload import wire_bytes
 from palsgd.replica import Replica, uncompiled, unwrapped
 from palsgd.transports.levels import leaves_workers_apart
-from palsgd.transports.requests import Request
+from palsgd.transports.requests import Exchange, Request
 from palsgd.transports.transport import Message, Transport
 from palsgd.untrained import Untrained
 from palsgd.wrapped import Wrapped, gradient_bytes
-
-Exchange = Generator[Request, int, None]
 
 
 class GradientSync(Protocol):
@@ -277,6 +276,16 @@ class Warmup:
         if not report.finite and not self.guard.skip_nonfinite:
             raise nonfinite_step("the averaged gradient of all workers", self._where(clock))
         return report.finite
+
+    def count_averaged(self) -> None:
+        """Count what the wrapper of the model has sent in forward and backward."""
+        workers, ledger = self.guard.workers, self._meter.ledger
+        averaged = self.gradient_sync.averaged_bytes(self._replica.grads())
+        broadcast = self.gradient_sync.broadcast_bytes() if self.guard.worker == 0 else 0
+        if workers > 1:
+            ledger.bytes_sent += averaged + broadcast
+            ledger.bytes_on_the_wire += wire_bytes(averaged, workers)
+            ledger.bytes_on_the_wire += broadcast * (workers - 1)
 
     def hear_leavers(self) -> Exchange:
         """Ask all workers whether one of them was asked to leave. backward() sends no header that

@@ -54,6 +54,6 @@ def take(of: Parts, given: dict[str, Any], *, fresh: bool) -> None:
         if field.name in given:
             field.load(of, given[field.name], load)
     worker.at.epoch = worker.at.epoch if fresh else epoch
-    syncer.start_again(worker.at.rounds)
+    syncer.changes.start_again(worker.at.rounds)
     worker.warmup.buffers.copy_to_local()
     worker.welcomed()

@@ -77,10 +77,11 @@ def functions(module: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_walk_of_a_sync_names_functions_of_three_files():
+def test_the_walk_of_a_sync_names_functions_of_its_files():
     text = section(PAGE, "Follow one sync")
     files = re.findall(r"^\d\. `(\w+\.py)`:", text, flags=re.MULTILINE)
-    assert files == ["worker.py", "sync.py", "method.py"]
+    walk = ["worker.py", "sync.py", "outgoing.py", "sync_changes.py", "method.py"]
+    assert files == walk
     steps = re.split(r"^\d\. ", text, flags=re.MULTILINE)[1:]
     for file, step in zip(files, steps, strict=True):
         own = step.split("\n\n")[0]

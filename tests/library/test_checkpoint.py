@@ -13,7 +13,7 @@ import torch
 
 import palsgd
 from palsgd import ledger as ledger_module
-from palsgd import step_folders
+from palsgd.checkpoint import step_folders
 from palsgd.transports import Alone
 from support.checkpoints import H, advance, build, contents, load_fresh, place, same
 from support.forked import forked, tree, values_of

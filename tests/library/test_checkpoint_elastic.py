@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import palsgd
-from palsgd.everyone import Everyone
+from palsgd.checkpoint.everyone import Everyone
 from support.checkpoints import loaded_quietly, place
 from support.core_access import anchor_of
 from support.problems import linear, regression_gradient, regression_start, vector

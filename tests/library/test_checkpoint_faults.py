@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import palsgd
-from palsgd import step_folders, tensor_files
+from palsgd import tensor_files
+from palsgd.checkpoint import step_folders
 from palsgd.transports import Alone
 from support.checkpoints import advance, build, contents, load_fresh, loaded_quietly, place, same
 from support.forked import KILLED, Death, forked, tree, values_of

@@ -27,17 +27,24 @@ SOURCE = ROOT / "src" / "palsgd"
 RECORD = Path(__file__).parent / "record.json"
 # The core: what decides the weights that a training run ends with, and what is sent.
 CORE = [
-    "anchor.py", "assembly.py", "auto_interval.py", "buffers.py", "composed.py", "flat.py",
-    "guard.py", "inner.py", "local_optimizer.py", "loop.py", "memory.py", "method.py",
-    "method_state.py", "method_view.py", "outer.py", "passes.py", "payload.py", "replica.py",
-    "schedule.py", "state.py", "sync.py", "tensors.py", "warmup.py", "worker.py",
+    "anchor.py", "assembly.py", "auto_interval.py", "buffers.py", "composed.py", "course.py",
+    "flat.py", "guard.py", "inner.py", "local_optimizer.py", "loop.py", "meetings.py", "memory.py",
+    "method.py", "method_state.py", "method_view.py", "outer.py", "outgoing.py", "parts.py",
+    "passes.py", "payload.py", "replica.py", "schedule.py", "state.py", "steps.py", "sync.py",
+    "sync_changes.py", "sync_tail.py", "tensors.py", "warmup.py", "worker.py",
     "codecs/*.py", "methods/*.py", "transports/*.py",
 ]  # fmt: skip
 # Tests that are about a file although neither its name nor its folder says so.
 CONCERNS = {
     "schedule.py": ["test_draws", "test_clock", "test_lag"],
     "sync.py": ["test_lag", "test_algorithm", "test_passes"],
+    "outgoing.py": ["test_lag", "test_algorithm", "test_passes"],
+    "sync_tail.py": ["test_sync", "test_guards"],
+    "sync_changes.py": ["test_lag", "test_algorithm", "test_blend"],
     "worker.py": ["test_algorithm", "test_clock", "test_interval"],
+    "course.py": ["test_clock", "test_interval", "test_paced", "test_loading"],
+    "steps.py": ["test_algorithm", "test_clock"],
+    "meetings.py": ["test_elastic", "test_joining"],
     "guard.py": ["test_failing_runs", "test_nonfinite_workers", "test_sync"],
     "flat.py": ["test_tensors"],
     "replica.py": ["test_bad_input"],

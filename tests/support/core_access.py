@@ -45,7 +45,7 @@ def layout_size(opt) -> int:
 def outer_state(opt) -> Tensor:
     """All that the outer optimizer keeps, laid end to end."""
     syncer = core_of(opt).syncer
-    state, params = syncer.outer.state, syncer.anchor.params
+    state, params = syncer.changes.outer.state, syncer.anchor.params
     return torch.cat([v.reshape(-1) for p in params for v in state[p].values()])
 
 
@@ -61,7 +61,7 @@ def pending_sync(opt) -> bool:
 
 def shares_group(opt) -> bool:
     """Do other optimizers of this process use the same process group?"""
-    return core_of(opt).crowded
+    return core_of(opt).position.crowded
 
 
 def round_origin(opt) -> tuple[float, int]:
@@ -72,7 +72,7 @@ def round_origin(opt) -> tuple[float, int]:
 
 def residues_of(opt) -> dict[tuple[int, int], Residue]:
     """What compression has not sent yet, by fragment and message."""
-    return core_of(opt).syncer.residues
+    return core_of(opt).syncer.residues.kept
 
 
 def message_memory(opt) -> Tensor | None:
@@ -109,8 +109,9 @@ def held_tensors(opt) -> list[Tensor]:
     """Tensors whose memory an optimizer holds: of the anchor, the outer optimizer, messages, and
     fragments as they were sent."""
     syncer = core_of(opt).syncer
-    state = [v for s in syncer.outer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    residues = [t for kept in syncer.residues.values() for t in (kept.own, kept.mean)]
+    outer = syncer.changes.outer.state.values()
+    state = [v for entry in outer for v in entry.values() if isinstance(v, Tensor)]
+    residues = [t for kept in syncer.residues.kept.values() for t in (kept.own, kept.mean)]
     memory = [t for t in (message_memory(opt), departure_memory(opt)) if t is not None]
     anchor = syncer.anchor
     return [anchor.flat, *anchor.views, *anchor.params, *state, *residues, *memory]

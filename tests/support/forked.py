@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,16 @@ def values_of(outcomes: list[Outcome]) -> list[Any]:
     for worker, outcome in enumerate(outcomes):
         assert outcome.error is None, f"worker {worker}: {outcome.trace}"
     return [outcome.value for outcome in outcomes]
+
+
+def driven(transport: palsgd.Transport, exchange: Generator[palsgd.Message, int, Any]) -> Any:
+    """What a generator of messages returns."""
+    sent = None
+    while True:
+        try:
+            sent = transport.exchange(exchange.send(sent))
+        except StopIteration as end:
+            return end.value
 
 
 def _fork(job: Any, worker: int, pipes: list[Any], answers: list[Any], kwargs: Any) -> int:

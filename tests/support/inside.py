@@ -31,14 +31,14 @@ def watch_exchanges(opt: Any, listener: Callable[[Exchange], None]) -> None:
     """Have `listener` called after every exchange of `opt`, whoever drives it."""
     worker = opt._worker
     _watch_generator(opt, "_warmup_step", "warm-up", listener)
-    _watch_generator(opt, "_start_local_phase", "opening", listener)
-    record = worker._record
+    _watch_generator(opt, "open_local_phase", "opening", listener)
+    record = worker.books.record
 
     def watched(outcome: Any) -> None:
         record(outcome)
         listener(_exchange(opt, "sync", outcome.at.fragment, outcome.sent))
 
-    worker._record = watched
+    worker.books.record = watched
 
 
 def anchor_bytes(opt: Any) -> bytes:
@@ -60,7 +60,7 @@ def under_way(opt: Any) -> bool:
 
 def unsent(opt: Any) -> int:
     """How many messages have left a residue behind."""
-    return len(opt._worker.syncer.residues)
+    return len(opt._worker.syncer.residues.kept)
 
 
 def _watch_generator(opt: Any, name: str, kind: str, listener: Callable[[Exchange], None]) -> None:
@@ -105,13 +105,13 @@ def _payload(opt: Any, kind: str, fragment: int | None) -> int:
     syncer = opt._worker.syncer
     part = syncer.anchor.ranges[fragment]
     # Models of low precision, and syncs that overlap with steps, travel in one message of any size.
-    width = len(part) if syncer.whole else syncer.memory.bucket_size
+    width = len(part) if syncer.outgoing.whole else syncer.memory.bucket_size
     sizes = [min(width, part.stop - low) for low in range(part.start, part.stop, width)]
     return sum(_sync_bytes(opt, size) for size in sizes)
 
 
 def _sync_bytes(opt: Any, elements: int) -> int:
-    codec, workers = opt._worker.syncer.codec, opt.transport.workers
+    codec, workers = opt._worker.syncer.outgoing.codec, opt.transport.workers
     if codec is None:
         return elements * opt._worker.inner.replica.dtype.itemsize
     blocks = max(1, math.ceil(elements / (workers * BLOCK)))

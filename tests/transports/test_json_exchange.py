@@ -8,8 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import palsgd
 from palsgd.transports import ProcessGroupTransport
-from palsgd.transports.json_exchange import MOST_BYTES, gathered
+from palsgd.transports.byte_means import bytes_of_all
+from palsgd.transports.json_exchange import MOST_BYTES, announced, gathered
+from support.forked import driven, forked, values_of
+
+CPU = torch.device("cpu")
 
 
 def values_job():
@@ -95,3 +100,60 @@ def test_a_rank_that_has_too_much_to_say_is_named_on_all_ranks(world):
     for outcome in world.outcomes(long_job, workers=2):
         assert outcome.error == "ValueError"
         assert "rank 1 announced" in outcome.message
+
+
+# -- through means alone -------------------------------------------------------------------------
+
+
+def hears(transport, values):
+    return driven(transport, announced(transport, values[transport.worker], CPU))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_every_worker_hears_the_values_of_all_whatever_their_length(workers):
+    values = [{"a": [1, None, "é" * 3]}, "", "x" * 70_001, [], 2**53 + 1][:workers]
+    for heard in values_of(forked(hears, workers=workers, values=values)):
+        assert heard == [[value] for value in values]
+
+
+def rogue_means_job(transport, length, text):
+    """Worker 1 sends numbers of its choice."""
+    if transport.worker == 0:
+        return driven(transport, announced(transport, "honest", CPU, str.upper))
+    driven(transport, bytes_of_all(transport, torch.tensor([length]).view(torch.uint8), CPU))
+    if 0 < length <= MOST_BYTES:
+        row = torch.zeros(max(length, len('["HONEST"]')), dtype=torch.uint8)
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        driven(transport, bytes_of_all(transport, row, CPU))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("length", "text", "words"),
+    [
+        (2**62, b"", f"announced {2**62} bytes, and 1 to {MOST_BYTES} can be read"),
+        (-1, b"", "announced -1 bytes"),
+        (256, bytes(range(256)), "cannot be read"),
+        (100_000, b"[" * 100_000, "nested too deeply"),
+        (4, b"[{}]", "cannot be read (TypeError"),
+        (4, b'"no"', "it is no list"),
+    ],
+)
+def test_a_rogue_worker_is_named_whose_numbers_are_no_values(length, text, words):
+    outcome, _ = forked(rogue_means_job, workers=2, length=length, text=text)
+    assert outcome.error == "ValueError", outcome.trace
+    assert outcome.message.startswith("worker 1 ")
+    assert words in outcome.message
+    assert len(outcome.message.splitlines()) == 1
+
+
+def not_finite_job(transport):
+    if transport.worker == 0:
+        return driven(transport, announced(transport, "honest", CPU))
+    transport.mean(palsgd.Message(torch.full((10,), float("nan"))))
+    return None
+
+
+def test_numbers_that_are_not_finite_are_no_lengths():
+    outcome, _ = forked(not_finite_job, workers=2)
+    assert (outcome.error, "announced 0 bytes" in outcome.message) == ("ValueError", True)

@@ -46,7 +46,9 @@ class WallClock:
                 self._cluster,
                 Work.of(optimizer),
                 end=self._steps,
-                counts=Planned(optimizer.method, optimizer.facts, optimizer._worker.speeds_in),
+                counts=Planned(
+                    optimizer.method, optimizer.facts, optimizer._worker.course.speeds_in
+                ),
                 seed=self._seed,
             )
         return self._clockwork.run_until(clock, optimizer.schedule.with_end(self._steps))

@@ -18,6 +18,41 @@ from torch import Tensor
 from palsgd.codecs.codec import Codec
 from palsgd.codecs.coded_mean import Residue, owned
 
+KeptResidues = dict[tuple[int, str], dict[str, Any]]  # by fragment and part
+
+
+class Residues:
+    """What this worker's coded messages have left unsent, by fragment and part."""
+
+    def __init__(self, like: Tensor):
+        self._like = like  # a tensor on the device of the messages
+        self.kept: dict[tuple[int, str], PartResidue] = {}
+
+    def of(
+        self, fragment: int, part: str, messages: Sequence[range], codec: Codec, **place: int
+    ) -> list[Residue]:
+        """The residue of each message into which a part is cut. `place` has the numbers of this
+        `worker` and of all `workers`."""
+        kept = self.kept.get((fragment, part))
+        if kept is None:
+            kept = PartResidue.of(messages, codec, like=self._like, **place)
+            self.kept[fragment, part] = kept
+        return kept.cut(messages, codec, **place)
+
+    def copied(self, fragment: int) -> KeptResidues:
+        """A copy of the residues of a fragment."""
+        return {
+            key: kept.saved()
+            for key, kept in self.kept.items()
+            if key[0] == fragment and not kept.fresh
+        }
+
+    def put_back(self, fragment: int, copied: KeptResidues) -> None:
+        """Set the residues of a fragment, in new memory, to what they were."""
+        others = {key: each for key, each in self.kept.items() if key[0] != fragment}
+        found = {key: PartResidue.loaded(each, self._like) for key, each in copied.items()}
+        self.kept = others | found
+
 
 class PartResidue:
     """The residue of one part of a fragment: the displacement, or a method's own tensors."""

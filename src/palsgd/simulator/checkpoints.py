@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from palsgd.checks import check_int, check_text
+from palsgd.disk import force
 from palsgd.json_files import read_json, read_json_object
 
 KEEP = 2  # so many are kept, in case that the newest one is damaged later
@@ -74,12 +75,12 @@ class Checkpoints:
             (part / _CONTENTS).write_text(json.dumps(contents))
             # together, as the disk then writes them in one go
             with ThreadPoolExecutor(max_workers=8) as threads:
-                list(threads.map(_force, part.iterdir()))
-            _force(part)
+                list(threads.map(force, part.iterdir()))
+            force(part)
             if whole.exists():
                 shutil.rmtree(whole)
             os.replace(part, whole)
-            _force(self.folder)
+            force(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         self._drop_old(clock)
@@ -141,7 +142,7 @@ class ProgramList:
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.{_PART}")
         part.write_text(json.dumps([{"runs": runs, "engine": engine} for runs, engine in known]))
-        _force(part)
+        force(part)
         os.replace(part, self._path)
 
     def checkpoints(self, first: int) -> Checkpoints:
@@ -176,15 +177,6 @@ def _write(path: Path, value: Any) -> list[int]:
         summed = _Summed(file)
         torch.save(value, summed)  # type: ignore[arg-type]
     return [summed.size, summed.checksum]
-
-
-def _force(path: Path) -> None:
-    """Force a file, or the names in a folder, onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _is_whole(folder: Path) -> bool:

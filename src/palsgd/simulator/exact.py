@@ -45,12 +45,12 @@ def built(
             f"method(model) must return a palsgd optimizer, got {type(opt).__name__}; use "
             "lambda model: palsgd.DiLoCo(model, SGD(model.parameters(), 0.1), sync_every=32)"
         )
-    if opt._worker.interval is not None:
+    if opt._worker.course.interval is not None:
         raise ValueError(
             "sync_every='auto' measures a link, and simulated workers have none; give a number, "
             "such as the one that a real run's ledger.interval shows"
         )
-    pacing = opt._worker.pacing
+    pacing = opt._worker.course.pacing
     if pacing is not None and pacing.measures:
         raise ValueError(
             "draws='paced' measures the speeds of workers, and simulated ones have none; give "
@@ -137,7 +137,7 @@ class SimulatedWorker:
 
     def _train(self, steps: int) -> Generator[Request | Pause, int, None]:
         opt, worker = self.opt, self.opt._worker
-        worker.end_at(steps)
+        worker.course.end_at(steps)
         yield from torch.no_grad()(worker.prepare)()
         while opt.clock < steps:
             loss = self._gradient(moved(self._batches.next(), worker.inner.replica.device))

@@ -25,7 +25,7 @@ from palsgd.simulator.global_model import GlobalModel
 from palsgd.simulator.history import Recorder
 from palsgd.simulator.stack import StackedWorkers
 from palsgd.simulator.stacking_checks import LossModule, check_stackable
-from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
+from palsgd.simulator.stretch import GradientSlot, RunStretch, Stretch
 from palsgd.transports.in_memory import SimulatedTransport
 from palsgd.worker import Worker
 
@@ -36,25 +36,21 @@ class Rules(Protocol):
     def open_local_phase(self) -> None:
         """The model of the warm-up becomes the anchor."""
 
-    def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
+    def run_head(self, steps: RunStretch) -> None:
         """Take the steps without data before the first gradient step of the stretch."""
 
     def saw_gradients(self, digests: dict[int, int]) -> None:
         """Keep digests of the first gradients of the local phase, by worker, for the next sync."""
 
-    def before_gradient(self, start: int, slots: dict[int, GradientSlot], grads: Any) -> None:
+    def before_gradient(
+        self, steps: RunStretch, slots: dict[int, GradientSlot], grads: list[Tensor]
+    ) -> None:
         """Apply the rule before the inner step of the workers in `slots`."""
 
-    def after_gradient(
-        self,
-        start: int,
-        slots: dict[int, GradientSlot],
-        stretches: list[Stretch],
-        rates: TickRates,
-    ) -> None:
+    def after_gradient(self, steps: RunStretch, slots: dict[int, GradientSlot]) -> None:
         """Apply the rule after the inner step, and the steps without data that follow it."""
 
-    def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
+    def passed(self, steps: RunStretch) -> None:
         """Count the steps of a finished stretch."""
 
     def run_due(self) -> bool:
@@ -179,7 +175,7 @@ class Run:
 
     def end_at(self, steps: int) -> None:
         for opt in self.opts:
-            opt._worker.end_at(steps)
+            opt._worker.course.end_at(steps)
 
     # -- data and learning rates ---------------------------------------------------------------
 
@@ -247,7 +243,7 @@ class Run:
         """The steps of each worker's round, and what they count for."""
         began = self.schedule.round_start(clock)
         if self._planned[0] != began:
-            owners = [self.opts[k if self.apart else 0]._worker for k in range(self.workers)]
+            owners = [self.opts[k if self.apart else 0]._worker.course for k in range(self.workers)]
             alike = [StepPace(self.method.gradient_share, 1.0)] * self.schedule.length(clock)
             self._planned = (
                 began,
@@ -279,7 +275,7 @@ class Run:
             ledger.warmup_steps += 1
             ledger.skipped_steps += skipped
             ledger.syncs += 1
-            listeners = self.opts[k if self.apart else 0]._worker.listeners
+            listeners = self.opts[k if self.apart else 0]._worker.books.listeners
             if listeners.wanted(Averaged):
                 sent = sum(sizes)
                 listeners.tell(Averaged(worker=k, clock=clock, bytes_sent=sent, skipped=skipped))

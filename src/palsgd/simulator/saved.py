@@ -55,7 +55,7 @@ def optimizer_state(opt: LocalOptimizer, *, inner: bool = True) -> dict[str, Any
 def load_optimizer(opt: LocalOptimizer, saved: Mapping[str, Any]) -> None:
     opt.load_state_dict(saved["state"])
     worker = opt._worker
-    worker.compares_position = False
+    worker.position.due = False
     worker.warmup.compared = saved["compared"]
     worker.warmup.guard.awaits_gradient = saved["awaits_gradient"]
     worker.warmup.guard.gradient = saved["gradient"]

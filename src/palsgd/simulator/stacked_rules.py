@@ -16,8 +16,7 @@ from palsgd.simulator.stacked_sync import StackedMoment, StackedPending, Stacked
 from palsgd.simulator.stacked_view import StackedView
 from palsgd.simulator.stretch import (
     GradientSlot,
-    Stretch,
-    TickRates,
+    RunStretch,
     mixing_rates,
     pull_powers,
     rates_at,
@@ -47,55 +46,50 @@ class StackedRules:
         sizes = self._size.start()
         self._run.count_messages(sizes, sum(wire_bytes(n, self._run.workers) for n in sizes))
         at.has_anchor = True
-        self._worker.extend_schedule()
+        self._worker.course.extend()
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
+    def run_head(self, steps: RunStretch) -> None:
         if not (self._worker.leads and self._method.overrides("after_gradient")):
             return
-        for length, workers in _by_length([len(s.head) for s in stretches]).items():
+        for length, workers in _by_length([len(s.head) for s in steps.stretches]).items():
             if length:
-                own, heads = zip(*((stretches[k], stretches[k].head) for k in workers), strict=True)
-                clocks = [start + length] * len(workers)
-                powers = pull_powers(heads, own)
-                self._after_gradient(workers, None, mixing_rates(heads, rates), clocks, powers)
+                own = [steps.stretches[k] for k in workers]
+                heads = [stretch.head for stretch in own]
+                clocks, powers = [steps.start + length] * len(workers), pull_powers(heads, own)
+                mixing = mixing_rates(heads, steps.rates)
+                self._after_gradient(workers, None, mixing, clocks, powers)
 
     def saw_gradients(self, digests: dict[int, int]) -> None:
         self._syncer.gradients = [digests.get(k, 0) for k in range(self._run.workers)]
 
     def before_gradient(
-        self, start: int, slots: dict[int, GradientSlot], grads: list[Tensor]
+        self, steps: RunStretch, slots: dict[int, GradientSlot], grads: list[Tensor]
     ) -> None:
         chosen = self._view.select(list(slots))
-        round = self._worker.schedule.round_of(start)
-        clocks = [start + slot.tick for slot in slots.values()]
-        length = self._worker.schedule.length(start)
+        round = self._worker.schedule.round_of(steps.start)
+        clocks = [steps.start + slot.tick for slot in slots.values()]
+        length = self._worker.schedule.length(steps.start)
         w = self._view.with_gradients(
             chosen, lambda: grads, round=round, length=length, clock=_common_clock(clocks)
         )
         self._method.before_gradient(w)
         self._view.keep(w, chosen)
 
-    def after_gradient(
-        self,
-        start: int,
-        slots: dict[int, GradientSlot],
-        stretches: list[Stretch],
-        rates: TickRates,
-    ) -> None:
+    def after_gradient(self, steps: RunStretch, slots: dict[int, GradientSlot]) -> None:
         everyone, each = list(slots), list(slots.values())
         for places in _by_length([len(slot.mixing) for slot in each]).values():
             chosen = [each[i] for i in places]
             if not self._method.acts_after_gradient(chosen[0].mixing):
                 continue
-            workers, steps = [everyone[i] for i in places], [slot.mixing for slot in chosen]
+            workers, mixing = [everyone[i] for i in places], [slot.mixing for slot in chosen]
             self._after_gradient(
                 workers,
-                rates_at([slot.tick for slot in chosen], rates),
-                mixing_rates(steps, rates),
-                [start + slot.end for slot in chosen],
-                pull_powers(steps, [stretches[k] for k in workers]),
+                rates_at([slot.tick for slot in chosen], steps.rates),
+                mixing_rates(mixing, steps.rates),
+                [steps.start + slot.end for slot in chosen],
+                pull_powers(mixing, [steps.stretches[k] for k in workers]),
             )
 
     def _after_gradient(
@@ -122,23 +116,24 @@ class StackedRules:
         low, high = (_per_worker(each, len(workers)) for each in weights)
         for place, k in enumerate(workers):
             self._run.ledgers[k].saw_betas(low[place], high[place])
-        if self._worker.listeners.wanted(Mixed):
+        if self._worker.books.listeners.wanted(Mixed):
             for place, k in enumerate(workers):
                 self._tell(
                     Mixed, k, clocks[place],
                     steps=len(mixing), weight_min=low[place], weight_max=high[place],
                 )  # fmt: skip
 
-    def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
+    def passed(self, steps: RunStretch) -> None:
         at = self._worker.at
-        at.clock, at.synced, at.rates = clock, False, list(rates[-1])
-        at.gradient_steps += len(stretches[0].slots)
-        for k, (stretch, ledger) in enumerate(zip(stretches, self._run.ledgers, strict=True)):
+        at.clock, at.synced, at.rates = steps.end, False, list(steps.rates[-1])
+        at.gradient_steps += len(steps.stretches[0].slots)
+        pairs = zip(steps.stretches, self._run.ledgers, strict=True)
+        for k, (stretch, ledger) in enumerate(pairs):
             ledger.gradient_steps += len(stretch.slots)
             ledger.mixing_steps += stretch.mixing_steps
             self._steps[k] += len(stretch.slots)
             for slot in stretch.slots:
-                for group, rate in enumerate(rates[slot.tick]):
+                for group, rate in enumerate(steps.rates[slot.tick]):
                     self._sums[group][k] += rate / slot.share
 
     # -- syncs ---------------------------------------------------------------------------------
@@ -188,8 +183,8 @@ class StackedRules:
             ledger.distance = distance
         if found.at.fragment == at.fragments - 1:
             at.rounds += 1
-            self._worker.syncer.round_ended()
-            self._worker.extend_schedule()
+            self._worker.syncer.changes.round_ended()
+            self._worker.course.extend()
 
     def show(self) -> None:
         syncer = self._worker.syncer
@@ -239,7 +234,7 @@ class StackedRules:
             self._tell(kind, k, self._worker.at.clock, **what)
 
     def _tell(self, kind: type, worker: int, clock: int, **what: Any) -> None:
-        listeners = self._worker.listeners
+        listeners = self._worker.books.listeners
         if listeners.wanted(kind):
             listeners.tell(kind(worker=worker, clock=clock, **what))
 

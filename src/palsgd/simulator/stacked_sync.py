@@ -15,6 +15,7 @@ from palsgd.codecs.coded_mean import Residue
 from palsgd.digest import row_digests
 from palsgd.guard import WorkerReport, check_finite, check_own_work
 from palsgd.method import Part, Payload
+from palsgd.parts import due_parts, unflattened
 from palsgd.payload import payload_size
 from palsgd.simulator.saved import cloned
 from palsgd.simulator.stack import StackedWorkers
@@ -25,7 +26,7 @@ from palsgd.simulator.stacked_view import (
     squared_norms,
     total_squares,
 )
-from palsgd.sync import Syncer, due_parts, unflattened
+from palsgd.sync import Syncer
 from palsgd.tensors import Reduced, WorkerTensors, column, mix_
 from palsgd.transports.in_memory import average_in_memory
 from palsgd.transports.transport import Message
@@ -151,7 +152,7 @@ class StackedSyncer:
         whole models are compared, at the end of a round."""
         moved = [far for far, sound in zip(distance, finite, strict=True) if sound and far]
         alike, low = len(set(moved)) < len(moved), w.local[0].dtype != self._anchor.flat.dtype
-        if not (alike and self._syncer.compares_models and self._ends_round(at)):
+        if not (alike and self._syncer.guard.compares_models and self._ends_round(at)):
             return [0] * self._workers
         anchor, local = self._anchor.views, self.view.own(self.stack.params)
         found = row_digests((a - x for a, x in zip(anchor, local, strict=True)), self._workers)
@@ -168,7 +169,7 @@ class StackedSyncer:
         a plain mean over all workers, that mean. All come from one pass over the local models."""
         model = next((part for part in parts if part.tensors is None), None)
         averaged = model is not None and model.reduction == "mean"
-        averaged = averaged and (self._syncer.codec is None or not model.coded)  # type: ignore[union-attr]
+        averaged = averaged and (self._syncer.outgoing.codec is None or not model.coded)  # type: ignore[union-attr]
         norms, means = [], []
         for away in _displacement(w):
             norms.append(row_norms(away, self._workers))
@@ -259,7 +260,7 @@ class StackedSyncer:
         if part.reduction == "gather":
             return [_with_zeros(x, finite) for x in self._values(part, w)], 1
         weighted = part.reduction == "weighted"
-        if self._syncer.codec is not None and part.coded:
+        if self._syncer.outgoing.codec is not None and part.coded:
             return self._coded(pending, part, w, weight if weighted else None, number)
         share = torch.where(finite, weight if weighted else torch.ones_like(weight), 0.0)
         share = share / share.sum()
@@ -293,7 +294,7 @@ class StackedSyncer:
         if weight is not None:
             rows *= column(torch.where(finite, weight, 0.0), rows)
         width = rows.shape[1]
-        if part.tensors is None and not self._syncer.whole:
+        if part.tensors is None and not self._syncer.outgoing.whole:
             width = min(self._syncer.memory.bucket_size, width)
         width, used = max(1, width), 0
         for low in range(0, max(1, rows.shape[1]), width):
@@ -322,7 +323,7 @@ class StackedSyncer:
         """Replace the rows by their coded mean, and keep what each worker has left unsent."""
         left = self._residues.get(key) or [None] * self._workers
         messages = [
-            Message(row, 0, self._syncer.codec, residue)
+            Message(row, 0, self._syncer.outgoing.codec, residue)
             for row, residue in zip(rows, left, strict=True)
         ]
         average_in_memory(messages)
@@ -358,7 +359,7 @@ class StackedSyncer:
         w = self._tensors(at, chosen, pending.local_when_sent)
         reduced = Reduced(pending.parts, pending.scalars, pending.contributors)
         try:
-            self._method.apply(w, reduced, self._syncer.outer)
+            self._method.apply(w, reduced, self._syncer.changes.outer)
         finally:
             for param in params:
                 param.grad = None
@@ -385,8 +386,9 @@ class StackedSyncer:
         chosen = self.view.everyone(fragment)
         local = chosen.take(self.view.own(self.stack.params))
         anchor = self._anchor.pieces(fragment)
-        if self._syncer.blend is not None:
-            mix_(local, anchor, torch.full((self._workers,), 1.0 - self._syncer.blend).double())
+        blend = self._syncer.changes.blend
+        if blend is not None:
+            mix_(local, anchor, torch.full((self._workers,), 1.0 - blend).double())
         elif pending.local_when_sent is None:
             for x, a in zip(local, anchor, strict=True):
                 x.copy_(a)

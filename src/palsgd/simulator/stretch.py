@@ -3,6 +3,7 @@ follow it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -49,6 +50,19 @@ class Stretch:
     @property
     def mixing_steps(self) -> int:
         return len(self.head) + sum(len(slot.mixing) for slot in self.slots)
+
+
+class RunStretch(NamedTuple):
+    """The steps of all workers of a run between two exchanges."""
+
+    start: int  # the clock at which they begin
+    stretches: list[Stretch]  # of each worker
+    rates: TickRates
+
+    @property
+    def end(self) -> int:
+        """The clock of the exchange that follows."""
+        return self.start + len(self.rates)
 
 
 def common_rate(values: Sequence[float]) -> Rate:

@@ -34,7 +34,7 @@ from palsgd.simulator.stacking_checks import (
     joined_batch,
     writable,
 )
-from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
+from palsgd.simulator.stretch import GradientSlot, RunStretch, TickRates
 from palsgd.simulator.workerwise_rules import WorkerwiseRules
 
 log = logging.getLogger("palsgd")
@@ -261,15 +261,17 @@ class Vectorized:
     def _stretch(self, end: int) -> None:
         """Take all steps up to an exchange."""
         start = self.clock
-        stretches = [each for run in self.runs for each in run.stretches(start, end)]
-        rates = self._rates_until(end)
+        stretches = [run.stretches(start, end) for run in self.runs]
+        pairs = zip(stretches, self._rates_until(end), strict=True)
+        steps = [RunStretch(start, *pair) for pair in pairs]
+        everyone = [stretch for of_run in stretches for stretch in of_run]
         for member in self._members():
-            member.rules.run_head(start, member.part(stretches), rates[member.number])
-        for j in range(max(len(stretch.slots) for stretch in stretches)):
-            slots = {k: s.slots[j] for k, s in enumerate(stretches) if j < len(s.slots)}
-            self._gradient_step(start, slots, stretches, rates)
+            member.rules.run_head(steps[member.number])
+        for j in range(max(len(stretch.slots) for stretch in everyone)):
+            slots = {k: s.slots[j] for k, s in enumerate(everyone) if j < len(s.slots)}
+            self._gradient_step(slots, steps)
         for member in self._members():
-            member.rules.passed(end, member.part(stretches), rates[member.number])
+            member.rules.passed(steps[member.number])
 
     def _rates_until(self, end: int) -> list[TickRates]:
         """Advance the clock to `end`. Returns the learning rates of each run at each step. Steps
@@ -280,13 +282,7 @@ class Vectorized:
                 kept.append(kept[-1] if kept and kept[-1] == now else now)
         return found
 
-    def _gradient_step(
-        self,
-        start: int,
-        slots: dict[int, GradientSlot],
-        stretches: list[Stretch],
-        rates: list[TickRates],
-    ) -> None:
+    def _gradient_step(self, slots: dict[int, GradientSlot], steps: list[RunStretch]) -> None:
         """Take the next gradient step of each worker that has one, and the steps without data after
         it."""
         who = list(slots)
@@ -294,12 +290,11 @@ class Vectorized:
         own = [(member, member.slots(slots)) for member in self._members()]
         own = [(member, found) for member, found in own if found]
         self._compare_gradients(own, who, grads)
-        self._before_gradient(start, own, who, grads)
-        self.stack.step(who, grads, self._columns(slots, rates))
+        self._before_gradient(steps, own, who, grads)
+        self.stack.step(who, grads, self._columns(slots, steps))
         for member, found in own:
             if member.run.method.overrides("after_gradient"):
-                own_stretches = member.part(stretches)
-                member.rules.after_gradient(start, found, own_stretches, rates[member.number])
+                member.rules.after_gradient(steps[member.number], found)
 
     def _compare_gradients(
         self, own: list[tuple[Member, dict[int, GradientSlot]]], who: list[int], grads: list[Tensor]
@@ -316,7 +311,7 @@ class Vectorized:
 
     def _before_gradient(
         self,
-        start: int,
+        steps: list[RunStretch],
         own: list[tuple[Member, dict[int, GradientSlot]]],
         who: list[int],
         grads: list[Tensor],
@@ -326,14 +321,16 @@ class Vectorized:
                 grads[:] = [writable(g) for g in grads]
                 low = who.index(member.first + next(iter(found)))
                 rows = [g[low : low + len(found)] for g in grads]
-                member.rules.before_gradient(start, found, rows)
+                member.rules.before_gradient(steps[member.number], found, rows)
 
-    def _columns(self, slots: dict[int, GradientSlot], rates: list[TickRates]) -> list[list[float]]:
+    def _columns(
+        self, slots: dict[int, GradientSlot], steps: list[RunStretch]
+    ) -> list[list[float]]:
         """For each parameter group, the divided learning rates of the workers."""
         now = []
         for worker, slot in slots.items():
-            run = worker // self.workers
-            now.append([rate / slot.share for rate in rates[run][slot.tick]])
+            rates = steps[worker // self.workers].rates[slot.tick]
+            now.append([rate / slot.share for rate in rates])
         return [list(group) for group in zip(*now, strict=True)]
 
     # -- exchanges -------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from palsgd.simulator.exact import exchanged
 from palsgd.simulator.global_model import global_part
 from palsgd.simulator.run import Run
 from palsgd.simulator.stack import StackedWorkers
-from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
-from palsgd.transports.requests import Request
-from palsgd.worker import Exchange, Worker
+from palsgd.simulator.stretch import GradientSlot, RunStretch
+from palsgd.transports.requests import Exchange, Request
+from palsgd.worker import Worker
 
 
 class WorkerwiseRules:
@@ -59,44 +59,42 @@ class WorkerwiseRules:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def run_head(self, start: int, stretches: list[Stretch], rates: TickRates) -> None:
-        for worker, stretch in zip(self._workers, stretches, strict=True):
+    def run_head(self, steps: RunStretch) -> None:
+        for worker, stretch in zip(self._workers, steps.stretches, strict=True):
             if stretch.head and worker.leads:
-                mixing = [rates[tick] for tick in stretch.head]
-                worker.after_gradient_at(start + len(mixing), None, mixing)
+                mixing = [steps.rates[tick] for tick in stretch.head]
+                worker.at.clock = steps.start + len(mixing)
+                worker.steps.after_gradient(None, mixing)
 
     def saw_gradients(self, digests: dict[int, int]) -> None:
         for k, found in digests.items():
             self._workers[k].warmup.guard.gradient = found
 
     def before_gradient(
-        self, start: int, slots: dict[int, GradientSlot], grads: list[Tensor]
+        self, steps: RunStretch, slots: dict[int, GradientSlot], grads: list[Tensor]
     ) -> None:
         for row, (k, slot) in enumerate(slots.items()):
             worker = self._workers[k]
             params = worker.inner.replica.params
             for param, gradient in zip(params, grads, strict=True):
                 param.grad = gradient[row]
-            worker.before_gradient_at(start + slot.tick)
+            worker.at.clock = steps.start + slot.tick
+            worker.steps.before_gradient()
             for param in params:
                 param.grad = None
 
-    def after_gradient(
-        self,
-        start: int,
-        slots: dict[int, GradientSlot],
-        stretches: list[Stretch],
-        rates: TickRates,
-    ) -> None:
+    def after_gradient(self, steps: RunStretch, slots: dict[int, GradientSlot]) -> None:
         for k, slot in slots.items():
-            mixing = [rates[tick] for tick in slot.mixing]
-            self._workers[k].after_gradient_at(start + slot.end, rates[slot.tick], mixing)
+            worker, mixing = self._workers[k], [steps.rates[tick] for tick in slot.mixing]
+            worker.at.clock = steps.start + slot.end
+            worker.steps.after_gradient(steps.rates[slot.tick], mixing)
 
-    def passed(self, clock: int, stretches: list[Stretch], rates: TickRates) -> None:
-        for worker, stretch in zip(self._workers, stretches, strict=True):
+    def passed(self, steps: RunStretch) -> None:
+        rates = steps.rates
+        for worker, stretch in zip(self._workers, steps.stretches, strict=True):
             taken = [[rate / slot.share for rate in rates[slot.tick]] for slot in stretch.slots]
             mixing = stretch.mixing_steps
-            worker.passed(clock, rates=taken, last=rates[-1], mixing_steps=mixing)
+            worker.steps.passed(steps.end, rates=taken, last=rates[-1], mixing_steps=mixing)
 
     # -- syncs ---------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The requests that a worker's generator yields to its caller, a training process or a
 simulator."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from palsgd.transports.transport import Message, Transport
@@ -58,6 +59,7 @@ class LeftOutError(Exception):
 
 # what a worker yields; a Message is exchanged at once
 Request = Message | Start | Finish | Meet | Settle | Admit | Join
+Exchange = Generator[Request, int, None]
 
 
 def fulfil(transport: Transport, request: Request) -> int:

@@ -6,9 +6,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from palsgd.announcements import announced, sent_from
 from palsgd.errors import NonFiniteError
 from palsgd.local_optimizer import LocalOptimizer
+from palsgd.transports.byte_means import sent_from
+from palsgd.transports.json_exchange import Reader, announced
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (OSError, ValueError, NonFiniteError)
@@ -17,7 +18,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 class Everyone:
     def __init__(self, opt: LocalOptimizer):
-        self._opt, self.transport = opt, opt.transport
+        self._driver, self.transport = opt._driver, opt.transport
         self._device = opt._worker.inner.replica.device
 
     @property
@@ -25,14 +26,15 @@ class Everyone:
         """The numbers of this worker and of this rank among its ranks."""
         return self.transport.worker, self.transport.rank_inside
 
-    def tell(self, value: Any) -> list[list[Any]]:
-        """The values of all ranks, those of each worker in a list. Values are those of JSON."""
+    def tell(self, value: Any, read: Reader | None = None) -> list[list[Any]]:
+        """The values of all ranks, those of each worker in a list. Values are those of JSON. `read`
+        raises if one is not what the caller expects."""
         found: list[list[Any]] = []
 
         def exchange() -> Any:
-            found.extend((yield from announced(self.transport, value, self._device)))
+            found.extend((yield from announced(self.transport, value, self._device, read)))
 
-        self._opt._drive(exchange())
+        self._driver.run(exchange())
         return found
 
     def send(self, data: Tensor | None, *, source: int, size: int) -> Tensor:
@@ -43,7 +45,7 @@ class Everyone:
             sent = yield from sent_from(self.transport, source, data, size, self._device)
             found.append(sent)
 
-        self._opt._drive(exchange())
+        self._driver.run(exchange())
         return found[0]
 
     def do(
@@ -63,13 +65,20 @@ class Everyone:
         except Exception as raised:  # the other ranks wait to hear of it, whatever it is
             error = raised
             said = {"kind": _kind(raised), "why": _described(raised, at)}
-        found = self.tell(said)
+        found = self.tell(said, _answer)
         for worker, ranks in enumerate(found):
             for answer in ranks:
                 if "why" in answer:
                     undo()
                     _raise(answer, f"worker {worker} {fails}", error)
         return [[answer["value"] for answer in ranks] for ranks in found]
+
+
+def _answer(found: Any) -> dict[str, Any]:
+    """What a rank says of its job: what it returned, or why it failed."""
+    if "why" in found:
+        return {"kind": str(found["kind"]), "why": str(found["why"])}
+    return {"value": found["value"]}
 
 
 def _kind(error: Exception) -> str:

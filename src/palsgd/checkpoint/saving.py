@@ -1,60 +1,28 @@
-"""Checkpoints: what all workers need to go on bit for bit, as files that are whole or absent.
-
-Every rank writes one file. When all have written, each disk gets a manifest, and the save its name.
-Workers may share a disk or have one each. Nothing in a checkpoint is code, and nothing is parsed
-before its checksum was compared.
-"""
+"""A save: the stages that all ranks go through, and what the file of a rank holds."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from palsgd import step_folders, stored_tree, tensor_files
+from palsgd import tensor_files
 from palsgd.agreement import versions
-from palsgd.checks import check_int, warn
+from palsgd.checkpoint import step_folders, stored_tree
+from palsgd.checkpoint.everyone import Everyone
+from palsgd.checkpoint.step_folders import SCHEMA, find
+from palsgd.checks import check_int
 from palsgd.disk import force, naming
 from palsgd.errors import NonFiniteError
-from palsgd.everyone import Everyone
 from palsgd.finite import all_finite
 from palsgd.optimizer import LocalOptimizer
 from palsgd.packing import compact
 from palsgd.replica import unwrapped
-from palsgd.saved_choice import Choice, choose
 from palsgd.scalars import plain
-from palsgd.sharding import is_sharded
-from palsgd.step_folders import SCHEMA, Saved, find
 from palsgd.tensor_files import SUFFIX
 
-__all__ = ["Loaded", "Saved", "find", "load", "save", "save_model"]
-
-_TEXT = "palsgd"  # the name of the text in a rank's file
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What `load` has loaded.
-
-    Attributes:
-        path: the folder of the save.
-        clock: the steps that this worker has behind it.
-        older: was a newer save passed over?
-        why: the reason, in one line; empty if the newest was loaded.
-        workers: how many workers saved it.
-        source: the worker whose file this worker loaded: its own, except for one that joins.
-        extra: what this rank gave to `save`; that of the source, if this worker joins.
-    """
-
-    path: Path
-    clock: int
-    older: bool
-    why: str
-    workers: int
-    source: int
-    extra: Any = field(default=None, repr=False)
+TEXT = "palsgd"  # the name of the text in a rank's file
 
 
 def save(
@@ -117,116 +85,6 @@ def save(
     if leads[worker][rank]:
         step_folders.keep_newest(folder, keep, plan.identity)
     return plan.whole
-
-
-def load(
-    folder: str | Path,
-    model: nn.Module,
-    opt: LocalOptimizer,
-    *,
-    strict: bool = True,
-    elastic: bool = False,
-) -> Loaded:
-    """Read the newest save that is whole on all workers into a freshly built model and optimizer,
-    in place; every rank calls it. Nothing is deleted.
-
-    A save that is damaged, or missing on one of the disks, is passed over on all workers alike, and
-    a warning says so.
-
-    Args:
-        folder: what `save` was given, or one of the folders that it returned.
-        model: the model that `opt` trains.
-        opt: the palsgd optimizer.
-        strict: must the settings be those of the saved run? See `load_state_dict`.
-        elastic: may the number of workers be another one, or a worker have lost its disk? Such a
-            worker then goes on from the global model, with the inner state of the lowest worker
-            that was saved. The save must be one right after a sync.
-
-    Returns:
-        What was loaded: `path`, `clock`, whether an `older` save was taken and `why`, `workers`,
-        and the `extra` of this rank.
-
-    Raises:
-        ValueError: no save is whole, or it does not fit the model, the settings or the number of
-            workers.
-        OSError: a disk refuses to be read, and no older save is whole.
-
-    Example:
-        >>> import tempfile, torch, palsgd
-        >>> model = torch.nn.Linear(2, 1)
-        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
-        >>> folder = tempfile.mkdtemp()
-        >>> path = palsgd.checkpoint.save(folder, model, opt, extra={"best": 0.5})
-        >>> palsgd.checkpoint.load(folder, model, opt).extra
-        {'best': 0.5}
-    """
-    choice = choose(Path(folder), Everyone(opt), elastic=elastic)
-    for line in filter(None, (choice.passed, choice.said)):
-        warn(line)
-    contents = _contents(choice, opt)
-    try:
-        unwrapped(model).load_state_dict(contents["model"])
-    except RuntimeError as error:
-        lines = " ".join(str(error).split())
-        raise ValueError(f"{choice.path} is of another model: {lines}") from None
-    opt._load(contents["optimizer"], strict=strict, joining=choice.joining)
-    return Loaded(
-        choice.path,
-        opt.clock,
-        bool(choice.passed),
-        choice.passed,
-        choice.workers,
-        choice.source,
-        contents["extra"],
-    )
-
-
-@torch.no_grad()
-def save_model(folder: str | Path, opt: LocalOptimizer) -> Path:
-    """Write the global model alone, as `model.safetensors`, which needs no palsgd to be read.
-
-    Every worker that calls this writes the file, on its own disk or over an equal one. For a method
-    whose workers have no common anchor the global model takes a message, so all workers must call
-    this; all ranks of a worker must always.
-
-    Args:
-        folder: where the file lies.
-        opt: the palsgd optimizer.
-
-    Returns:
-        The file.
-
-    Example:
-        >>> import tempfile, torch, palsgd
-        >>> model = torch.nn.Linear(2, 1)
-        >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> opt = palsgd.DiLoCo(model, inner, sync_every=4, transport=palsgd.Alone())
-        >>> palsgd.checkpoint.save_model(tempfile.mkdtemp(), opt).name
-        'model.safetensors'
-    """
-    path = Path(folder) / f"model{SUFFIX}"
-    with opt.anchor_weights():
-        state = unwrapped(opt.model).state_dict()
-        whole = {name: _whole(tensor) for name, tensor in state.items()}
-        if opt.transport.rank_inside == 0:
-            _write_model(path, whole, {"format": "pt", "clock": str(opt.clock)})
-    return path
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
-
-
-def _write_model(path: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
-    step_folders.make(path.parent)
-    part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
-    try:
-        tensor_files.write(part, tensors, texts)
-        os.replace(part, path)
-        force(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 # -- the stages of a save ----------------------------------------------------------------------
@@ -323,14 +181,14 @@ def _write(part: Path, model: nn.Module, opt: LocalOptimizer, extra: Any) -> dic
             }
         )
         with naming(path):
-            written = tensor_files.write(path, tensors, {_TEXT: text})
+            written = tensor_files.write(path, tensors, {TEXT: text})
     force(path.parent)
     return {
         "file": str(path.relative_to(part)),
         "worker": worker,
         "rank": rank,
         "clock": opt.clock,
-        "at_stop": opt._worker.at_stop,
+        "at_stop": opt._worker.course.at_stop,
         **written._asdict(),
     }
 
@@ -346,17 +204,3 @@ def _commit(plan: _Plan, manifest: dict[str, Any], mine: tuple[int, int]) -> boo
             plan.part, plan.whole, manifest | {"here": [each["file"] for each in here]}
         )
     return leads
-
-
-# -- the contents of a file --------------------------------------------------------------------
-
-
-def _contents(choice: Choice, opt: LocalOptimizer) -> dict[str, Any]:
-    replica = opt._worker.inner.replica
-    mesh = next((p.device_mesh for p in replica.params if is_sharded(p)), None)
-    tensors, texts = tensor_files.parsed(choice.data, str(choice.path))
-    try:
-        found = stored_tree.put_together(tensors, texts[_TEXT], mesh, replica.device)
-        return {name: found[name] for name in ("model", "optimizer", "extra")}
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{choice.path} is not what save() writes ({error!r})") from None

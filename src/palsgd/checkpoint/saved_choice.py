@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor
 
 from palsgd import tensor_files
-from palsgd.everyone import Everyone
-from palsgd.step_folders import Saved, find
+from palsgd.checkpoint.everyone import Everyone
+from palsgd.checkpoint.step_folders import Saved, find
 from palsgd.tensor_files import Written
 
 _OWN, _ABSENT, _DAMAGED = "own", "absent", "damaged"  # what a rank finds of its part of a save
