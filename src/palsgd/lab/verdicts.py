@@ -1,4 +1,5 @@
-"""What a comparison comes to, in sentences: quality, speed to a stated quality, cause, limits.
+"""What a comparison comes to, in sentences: quality, speed to a stated quality, cause, what real
+processes say to the simulator, limits.
 
 Every number in them comes from `Comparison`, every word from `judging.verdict`.
 """
@@ -17,6 +18,7 @@ from palsgd.lab.timing.pace import NO_LINK
 
 if TYPE_CHECKING:
     from palsgd.lab.comparison import Comparison, Final, ToTarget
+    from palsgd.lab.twins import Twin
 
 UNTUNED = "untuned: curves only, no verdict on methods"
 _AXES = {
@@ -33,6 +35,7 @@ def sentences(comparison: "Comparison") -> list[str]:
         *_quality(comparison, groups),
         *_speed(comparison, groups),
         *_cause(comparison, groups),
+        *_processes(comparison),
         *_limits(comparison, groups),
     ]
 
@@ -249,6 +252,29 @@ def _parts(comparison: "Comparison", group: Group, controls: dict[Recipe, Group]
         f"Of {group.label}'s difference from {plain.label}, in shares of its "
         f"{comparison.quality.name} (above zero: worse): {', '.join(parts)}."
     )
+
+
+# -- twins -----------------------------------------------------------------------------------------
+
+
+def _processes(comparison: "Comparison") -> Iterable[str]:
+    """What real processes say to what the simulator says."""
+    alike: dict[tuple[object, str], list[Twin]] = {}
+    for twin in comparison.twins:
+        alike.setdefault((twin.real.config.get("seed"), twin.network), []).append(twin)
+    for (seed, network), found in alike.items():
+        ends = "; ".join(map(_both_ends, found))
+        furthest = max(found, key=lambda twin: (not twin.agrees, twin.apart))
+        word = "they agree" if furthest.agrees else "THEY DISAGREE"
+        yield (
+            f"Seed {seed} in real processes over {network}: {ends}; at most {furthest.apart:.1g} "
+            f"of it apart at any evaluation: {word}."
+        )
+
+
+def _both_ends(twin: "Twin") -> str:
+    real, simulated = ("nan" if loss is None else f"{loss:.5g}" for loss in twin.ends("final_loss"))
+    return f"{twin.group.label} ended at loss {real}, the simulator at {simulated}"
 
 
 # -- limits ----------------------------------------------------------------------------------------
