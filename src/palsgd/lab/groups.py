@@ -73,8 +73,8 @@ def group(runs: list[Run]) -> list[Group]:
             groups.setdefault(key, Group(run.method, settings)).add(run)
     ordered = _by_value(list(groups.values()))
     for twin, run in twins.items():
-        own = next(each for each in ordered if run in (*each.runs, *each.repeats))
-        own.repeats.append(twin)
+        home = next(each for each in ordered if run in (*each.runs, *each.repeats))
+        home.repeats.append(twin)
     unnamed = [each for each in ordered if each.given_name is None]
     for each in ordered:
         kin = [other for other in unnamed if other.method == each.method]
