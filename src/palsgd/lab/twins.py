@@ -12,9 +12,6 @@ from palsgd.lab.groups import Group
 from palsgd.lab.run_folder import Run
 from palsgd.lab.timing import record
 
-# Losses that are nearer than this, relatively, differ by rounding and what training made of it.
-AGREE = 1e-3
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Twin:
@@ -40,10 +37,6 @@ class Twin:
         shared = own.keys() & other.keys()
         differences = [abs(own[step] - other[step]) / (abs(other[step]) or 1.0) for step in shared]
         return max(differences, default=math.nan)
-
-    @property
-    def agrees(self) -> bool:
-        return self.apart < AGREE
 
     @property
     def network(self) -> str:

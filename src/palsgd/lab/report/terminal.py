@@ -64,7 +64,7 @@ def _twins(comparison: Comparison) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    caption = "by timed steps: their number times what one took in blocks that were timed before"
+    caption = "by timed steps: what as many steps take by the blocks that were timed"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
     table.add_column("in processes", min_width=8)
     for name in ("loss", "simulated", "sent", "simulated", "time", "by timed steps"):
