@@ -25,7 +25,7 @@ class Begun(BaseException):
 LONG = [
     "palsgd.lab.run_set._simulate",
     "palsgd.lab.run_set._launch",
-    "palsgd.lab.demo._time",
+    "palsgd.lab.demo._work",
     "palsgd.lab.bench_link.bench",
     "palsgd.lab.theory_report.command.examine",
     "palsgd.lab.plan.measure.measure",

@@ -82,6 +82,7 @@ CONFIGS = [
     ({"floor": "low"}, "floor='low' must be a finite number"),
     ({"simulated": "yes"}, "simulated='yes' is neither True nor False"),
     ({"same_as": "../../elsewhere"}, "is not the name of a run beside this one"),
+    ({"twin_of": "../../elsewhere"}, "is not the name of a run beside this one"),
     ({"program": ["../x"]}, "is not the name of a run beside this one"),
     ({"program": 3}, "program=3 must be a list of runs"),
 ]

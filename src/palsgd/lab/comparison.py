@@ -18,6 +18,7 @@ from palsgd.lab.run_folder import Run
 from palsgd.lab.targets import Quality, Target, baseline_target, margin_of, stated_target
 from palsgd.lab.timing.pace import Pace
 from palsgd.lab.timing.paces import paces
+from palsgd.lab.twins import Twin, twins
 from palsgd.lab.worker_changes import examples_seen
 
 AXES = ("step", "gradient_steps", "examples", "bytes_sent", "time_s")
@@ -88,6 +89,7 @@ class Comparison:
     `controls`: for each group of a mixing method, the groups that are its controls, by their kind.
     `paces`: for each group its Pace, which turns steps into seconds; None where nobody knows. With
     a `link` they are projected on it.
+    `twins`: the runs that real processes and the simulator both have trained.
     """
 
     def __init__(self, groups: list[Group], link: str | None = None):
@@ -98,6 +100,7 @@ class Comparison:
         self.margin = margin_of(groups)
         self.controls: dict[Group, dict[Recipe, Group]] = find_controls(groups)
         self.same_programs: dict[Group, Group] = _same_programs(groups)
+        self.twins: list[Twin] = twins(groups)
         self._curves: dict[Group, QualityCurve | None] = {}
         self._targets: dict[tuple[Any, ...], Target | None] = {}
 

@@ -13,7 +13,7 @@ SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 # Fields of a run that are no settings, or that repeat a setting.
 _NOT_SETTINGS = {
     "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command", "same_as",
-    "program", "link", "changes", *NOT_COMPUTED,
+    "program", "link", "changes", "twin_of", *NOT_COMPUTED,
 }  # fmt: skip
 
 
@@ -62,19 +62,31 @@ class Group:
 
 
 def group(runs: list[Run]) -> list[Group]:
-    """The groups of one workload's runs, labelled by what tells them apart."""
+    """The groups of one workload's runs, labelled by what tells them apart. The twin of a run that
+    is there too is a repeat of it, and no seed of its own."""
     groups: dict[tuple[str, str], Group] = {}
+    twins = _twins(runs)
     for run in runs:
-        settings = settings_of(run)
-        key = run.method, repr(sorted(settings.items()))
-        groups.setdefault(key, Group(run.method, settings)).add(run)
+        if run not in twins:
+            settings = settings_of(run)
+            key = run.method, repr(sorted(settings.items()))
+            groups.setdefault(key, Group(run.method, settings)).add(run)
     ordered = _by_value(list(groups.values()))
+    for twin, run in twins.items():
+        home = next(each for each in ordered if run in (*each.runs, *each.repeats))
+        home.repeats.append(twin)
     unnamed = [each for each in ordered if each.given_name is None]
     for each in ordered:
         kin = [other for other in unnamed if other.method == each.method]
         own = {key: each.settings.get(key) for key in differing(kin)}
         each.label = each.given_name or label(each.method, own)
     return ordered
+
+
+def _twins(runs: list[Run]) -> dict[Run, Run]:
+    """For each twin of a run that is there, and is no twin itself, that run."""
+    places = {run.folder.path.resolve(): run for run in runs if run.twin_place is None}
+    return {run: places[at] for run in runs if (at := run.twin_place) and at in places}
 
 
 def settings_of(run: Run) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def work(order: Order) -> None:
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     jobs = _as_rank_0_has_them(order.jobs)
     time_jobs(jobs, device, loaded, order.link)
-    for job in jobs if order.trains else []:
+    for job in [each for each in jobs if each.trains]:
         try:
             _work_on(job, device, loaded, order.whole)
         except NonFiniteError as error:  # all ranks raise it, so all go on with the next job
@@ -254,7 +254,7 @@ def _work_on(
     with locked(job.folder) if dist.get_rank() == 0 else nullcontext():
         Trainer(
             job.settings, workload, folder, resume=resume, elastic=job.elastic, quiet=job.quiet,
-            link=job.link,
+            link=job.link, twin_of=job.twin_of,
         ).train(whole)  # fmt: skip
 
 

@@ -26,6 +26,8 @@ class Job:
     quiet: bool
     elastic: bool = False  # it may be resumed by another number of workers
     link: str | None = None  # the emulated one that its workers communicate over
+    twin_of: str | None = None  # the simulated run beside it that has the same settings and seed
+    trains: bool = True  # False: its steps are timed, and that is all
 
     @property
     def done(self) -> bool:
@@ -50,7 +52,6 @@ class Order:
     device: str
     whole: Whole | None = None  # what the jobs are part of
     link: str | None = None  # the emulated one between the workers
-    trains: bool = True  # False: the steps of the jobs are timed, and that is all
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
 
     def write(self, path: Path, command: list[str]) -> None:

@@ -245,6 +245,12 @@ class Run:
         return without_seed(self.folder.path.name)
 
     @property
+    def twin_place(self) -> Path | None:
+        """Where the simulated run is that it repeats in real processes; None: it repeats none."""
+        name = self.config.get("twin_of")
+        return None if name is None else self.folder.path.resolve().with_name(name)
+
+    @property
     def workload(self) -> str:
         return str(self.config["workload"])
 

@@ -61,11 +61,13 @@ class Trainer:
         quiet: bool = False,
         command: Sequence[str] | None = None,
         link: str | None = None,
+        twin_of: str | None = None,
     ):
         """A run that is not resumed begins in a folder that holds none. `elastic`: it may be
         resumed by another number of workers. `command` is what config.yaml names as the command
-        line; by default this process's. `link` is the emulated one between the workers."""
-        self._command, self._link = command, link
+        line; by default this process's. `link` is the emulated one between the workers,
+        `twin_of` the simulated run with the same settings and seed."""
+        self._command, self._link, self._twin_of = command, link, twin_of
         settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
         self._loop = WorkerLoop(settings, workload)
@@ -253,10 +255,11 @@ class Trainer:
                 )
 
     def _config(self) -> dict[str, Any]:
+        twin = {} if self._twin_of is None else {"twin_of": self._twin_of}
         return run_config(
             self.settings, self.workload, self.steps, engine="processes", model=self.net,
             command=self._command,
-        ) | {"link": self._link}  # fmt: skip
+        ) | {"link": self._link, **twin}  # fmt: skip
 
     def _finish(self) -> None:
         lines = self.folder.lines()

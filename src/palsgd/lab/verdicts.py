@@ -1,4 +1,5 @@
-"""What a comparison comes to, in sentences: quality, speed to a stated quality, cause, limits.
+"""What a comparison comes to, in sentences: quality, speed to a stated quality, cause, what real
+processes say to the simulator, limits.
 
 Every number in them comes from `Comparison`, every word from `judging.verdict`.
 """
@@ -7,6 +8,8 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from palsgd import registry
 from palsgd.lab.controls import NO_PULL, RAISED_RATE, SAME_SETTINGS, Recipe
@@ -17,6 +20,7 @@ from palsgd.lab.timing.pace import NO_LINK
 
 if TYPE_CHECKING:
     from palsgd.lab.comparison import Comparison, Final, ToTarget
+    from palsgd.lab.twins import Twin
 
 UNTUNED = "untuned: curves only, no verdict on methods"
 _AXES = {
@@ -33,6 +37,7 @@ def sentences(comparison: "Comparison") -> list[str]:
         *_quality(comparison, groups),
         *_speed(comparison, groups),
         *_cause(comparison, groups),
+        *_processes(comparison),
         *_limits(comparison, groups),
     ]
 
@@ -249,6 +254,30 @@ def _parts(comparison: "Comparison", group: Group, controls: dict[Recipe, Group]
         f"Of {group.label}'s difference from {plain.label}, in shares of its "
         f"{comparison.quality.name} (above zero: worse): {', '.join(parts)}."
     )
+
+
+# -- twins -----------------------------------------------------------------------------------------
+
+
+def _processes(comparison: "Comparison") -> Iterable[str]:
+    """What real processes say to what the simulator says. Rounding differs between the two, and
+    training may amplify it, so they are held to the margin that methods are judged by."""
+    alike: dict[tuple[object, str], list[Twin]] = {}
+    for twin in comparison.twins:
+        alike.setdefault((twin.real.config.get("seed"), twin.network), []).append(twin)
+    for (seed, network), found in alike.items():
+        ends = "; ".join(map(_both_ends, found))
+        apart = float(np.max([twin.apart for twin in found]))  # nan if one of them is
+        word = "within" if apart <= comparison.margin else "BEYOND"
+        yield (
+            f"Seed {seed} in real processes over {network}: {ends}; at most {_percent(apart)} "
+            f"apart at any evaluation, {word} the margin of {100 * comparison.margin:g}%."
+        )
+
+
+def _both_ends(twin: "Twin") -> str:
+    real, simulated = ("nan" if loss is None else f"{loss:.5g}" for loss in twin.ends("final_loss"))
+    return f"{twin.group.label} ended at loss {real}, the simulator at {simulated}"
 
 
 # -- limits ----------------------------------------------------------------------------------------

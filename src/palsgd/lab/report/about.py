@@ -30,7 +30,9 @@ def notes(runs: list[Run]) -> list[str]:
             found.append(f"{run.name}: {run.folder.failure.splitlines()[0]}")
         elif not run.finished:
             at = f"step {run.lines[-1]['step']:,}" if run.lines else "no line yet"
-            found.append(f"{run.name}: unfinished ({at}); its curves are shown, no final values.")
+            curves = "its curves are shown, no final values"
+            shown = curves if run.twin_place is None else "not shown"
+            found.append(f"{run.name}: unfinished ({at}); {shown}.")
     clusters = dict.fromkeys(run.config.get("cluster") for run in runs)
     for cluster in filter(None, clusters):
         found.append(

@@ -31,7 +31,7 @@ from palsgd.lab.report.heat_maps import SHADES, best_of, draw_heat_map, heat_map
 from palsgd.lab.report.panel import Panel
 from palsgd.lab.report.speedups import QualityUnit, noise_line, speed_lines
 from palsgd.lab.report.styles import LineStyle, line_styles
-from palsgd.lab.report.tables import Table, final_table, settings_table, target_table
+from palsgd.lab.report.tables import Table, final_table, settings_table, target_table, twin_table
 from palsgd.lab.report.time_panels import spent, timelines
 from palsgd.lab.run_folder import Run
 from palsgd.lab.timing.pace import NO_LINK
@@ -92,6 +92,7 @@ class Section:
         found = [
             target_table(self.comparison),
             final_table(self.comparison, self.metric),
+            twin_table(self.comparison),
             settings_table(self.groups),
         ]
         return [table for table in found if table is not None]

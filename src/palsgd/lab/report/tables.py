@@ -9,7 +9,10 @@ from palsgd.lab.groups import Group, differing, named, shown
 from palsgd.lab.judging.interval import Interval
 from palsgd.lab.report import formats
 from palsgd.lab.report.curves import AXES
+from palsgd.lab.twins import Twin
 from palsgd.lab.verdicts import not_reached
+
+TWIN_DIGITS = 6  # of a loss, to see whether two runs are one
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,39 @@ def _difference(found: Interval | None) -> Cell:
 
 def _with_interval(found: Interval, text: Callable[[float | None], str]) -> Cell:
     return Cell(text(found.value), tuple(filter(None, [formats.interval(found, text)])))
+
+
+def twin_table(comparison: Comparison) -> Table | None:
+    """What real processes ended with and spent, the simulator's and the timed steps' beside it."""
+    if not comparison.twins:
+        return None
+    numbers = {group: at for at, group in enumerate(comparison.groups)}
+    networks = ", ".join(dict.fromkeys(twin.network for twin in comparison.twins))
+    return Table(
+        title="In real processes",
+        caption=f"Runs that processes trained to their end over {networks}, beside the simulated "
+        "ones of the same seed. They are no further seeds, and no mean has them. Apart: the "
+        "largest relative difference of the two losses at any evaluation. Time is by the run's "
+        "own clock, evaluation excluded; below it what its number of steps takes by the steps "
+        "that were timed.",
+        head=["seed", "loss", "apart", "steps", "bytes", "time"],
+        rows=[Row(numbers[twin.group], twin.group.label, _twin_cells(twin))
+              for twin in comparison.twins],
+    )  # fmt: skip
+
+
+def _twin_cells(twin: Twin) -> list[Cell]:
+    losses = [formats.number(loss, TWIN_DIGITS) for loss in twin.ends("final_loss")]
+    sizes = [formats.size(sent) for sent in twin.ends("bytes_sent")]
+    timed = () if twin.timed_s is None else (f"{formats.seconds(twin.timed_s)} by timed steps",)
+    return [
+        Cell(shown(twin.real.config.get("seed"))),
+        Cell(losses[0], (f"{losses[1]} simulated",)),
+        Cell(formats.small(twin.apart)),
+        Cell(formats.count(twin.ends("steps")[0])),
+        Cell(sizes[0], (f"{sizes[1]} simulated",)),
+        Cell(formats.seconds(twin.ends("wall_s")[0]), timed),
+    ]
 
 
 def settings_table(groups: list[Group]) -> Table | None:

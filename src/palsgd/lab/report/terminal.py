@@ -9,6 +9,7 @@ from palsgd import references
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group, group
 from palsgd.lab.report import formats
+from palsgd.lab.report.tables import TWIN_DIGITS
 from palsgd.lab.run_folder import find_runs
 from palsgd.lab.timing.pace import Pace
 
@@ -34,6 +35,7 @@ def terminal_table(folders: list[Path], link: str | None = None) -> RenderableTy
         first = [comparison.headline] if comparison.headline else []
         parts += [Text(sentence) for sentence in [*first, *comparison.verdicts]]
         parts.append(_table(comparison, references.short(workload)))
+        parts += [] if not comparison.twins else [_twins(comparison)]
     return Parts(*parts)
 
 
@@ -52,6 +54,28 @@ def _table(comparison: Comparison, title: str) -> Table:
     for each in comparison.groups:
         cells = _cells(each, finals.get(each), reached.get(each), comparison)
         table.add_row(Text(each.label), *(Text(cell) for cell in cells))
+    return table
+
+
+def _twins(comparison: Comparison) -> Table:
+    """Real processes beside the simulator and the timed steps. The verdicts say how far they are
+    apart."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = "by timed steps: what as many steps take by the blocks that were timed"
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption)
+    table.add_column("in processes", min_width=8)
+    for name in ("loss", "simulated", "sent", "simulated", "time", "by timed steps"):
+        table.add_column(name, justify="right")
+    for twin in comparison.twins:
+        cells = [
+            *(formats.number(loss, TWIN_DIGITS) for loss in twin.ends("final_loss")),
+            *map(formats.size, twin.ends("bytes_sent")),
+            *map(formats.seconds, (twin.ends("wall_s")[0], twin.timed_s)),
+        ]
+        table.add_row(Text(twin.group.label), *map(Text, cells))
     return table
 
 
