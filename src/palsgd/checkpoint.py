@@ -6,6 +6,7 @@ before its checksum was compared.
 """
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from palsgd.agreement import versions
 from palsgd.checks import check_int, warn
 from palsgd.disk import force, naming
 from palsgd.errors import NonFiniteError
-from palsgd.everyone import Everyone
+from palsgd.everyone import everyone_of, speaks_for_all
 from palsgd.finite import all_finite
 from palsgd.optimizer import LocalOptimizer
 from palsgd.packing import compact
@@ -28,6 +29,7 @@ from palsgd.scalars import plain
 from palsgd.sharding import is_sharded
 from palsgd.step_folders import SCHEMA, Saved, find
 from palsgd.tensor_files import SUFFIX
+from palsgd.transports.waiting import waiting_for
 
 __all__ = ["Loaded", "Saved", "find", "load", "save", "save_model"]
 
@@ -71,6 +73,10 @@ def save(
     that are there stay as they are. Workers may share `folder` or have one each on disks of their
     own.
 
+    With an `ElasticTransport` the lowest worker saves for all, right after a sync, where all of
+    them have the same global model. The others return the name that its save will have. `folder`
+    must be on a disk that all of them reach.
+
     Args:
         folder: where the saves of this run lie.
         model: the model that `opt` trains.
@@ -87,6 +93,7 @@ def save(
             loaded together.
         OSError: a worker could not write. It is raised on all of them, and names the worker.
         NonFiniteError: the model of a worker has inf or nan, unless `on_nonfinite="skip"`.
+        SyncError: a worker is lost. The saves that are there stay as they are.
 
     Example:
         >>> import tempfile, torch, palsgd
@@ -97,7 +104,13 @@ def save(
         'step-0'
     """
     _check_may_save(opt)
-    keep, folder, everyone = check_int("keep", keep, least=1), Path(folder), Everyone(opt)
+    keep, folder, everyone = (
+        check_int("keep", keep, least=1),
+        Path(folder),
+        everyone_of(opt, "a save"),
+    )
+    if opt.transport.elastic and not speaks_for_all(opt):
+        return folder / step_folders.free_name(opt.clock, set())
     fails = "could not save, so nothing was added to the saves that are there"
     found = everyone.do(lambda: _survey(folder, opt), fails=fails, at=folder)
     plan = _Plan.of(folder, [each for ranks in found for each in ranks])
@@ -107,7 +120,10 @@ def save(
             step_folders.remove(path, plan.identity)
 
     files = everyone.do(
-        lambda: _write(plan.part, model, opt, extra), fails=fails, at=plan.part, undo=undo
+        lambda: _write(plan.part, everyone.rank, model, opt, extra),
+        fails=fails,
+        at=plan.part,
+        undo=undo,
     )
     manifest = plan.manifest(opt, files)
     leads = everyone.do(
@@ -131,7 +147,8 @@ def load(
     in place; every rank calls it. Nothing is deleted.
 
     A save that is damaged, or missing on one of the disks, is passed over on all workers alike, and
-    a warning says so.
+    a warning says so. With an `ElasticTransport` the workers that begin a run load; a newcomer is
+    given the state of the others, and is refused.
 
     Args:
         folder: what `save` was given, or one of the folders that it returned.
@@ -150,6 +167,7 @@ def load(
         ValueError: no save is whole, or it does not fit the model, the settings or the number of
             workers.
         OSError: a disk refuses to be read, and no older save is whole.
+        SyncError: a worker is lost. Nothing was loaded.
 
     Example:
         >>> import tempfile, torch, palsgd
@@ -161,7 +179,9 @@ def load(
         >>> palsgd.checkpoint.load(folder, model, opt).extra
         {'best': 0.5}
     """
-    choice = choose(Path(folder), Everyone(opt), elastic=elastic)
+    elastic = elastic or opt.transport.elastic
+    _check_may_load(opt)
+    choice = choose(Path(folder), everyone_of(opt, "a load"), elastic=elastic)
     for line in filter(None, (choice.passed, choice.said)):
         warn(line)
     contents = _contents(choice, opt)
@@ -197,6 +217,10 @@ def save_model(folder: str | Path, opt: LocalOptimizer) -> Path:
     Returns:
         The file.
 
+    Raises:
+        OSError: the file cannot be written.
+        SyncError: a worker is lost that has a part of the model.
+
     Example:
         >>> import tempfile, torch, palsgd
         >>> model = torch.nn.Linear(2, 1)
@@ -208,7 +232,9 @@ def save_model(folder: str | Path, opt: LocalOptimizer) -> Path:
     path = Path(folder) / f"model{SUFFIX}"
     with opt.anchor_weights():
         state = unwrapped(opt.model).state_dict()
-        whole = {name: _whole(tensor) for name, tensor in state.items()}
+        inside = opt.transport.inside if opt.transport.sharded else None
+        with nullcontext() if inside is None else waiting_for(inside, "in save_model()"):
+            whole = {name: _whole(tensor) for name, tensor in state.items()}
         if opt.transport.rank_inside == 0:
             _write_model(path, whole, {"format": "pt", "clock": str(opt.clock)})
     return path
@@ -240,6 +266,23 @@ def _check_may_save(opt: LocalOptimizer) -> None:
             f"worker {opt.transport.worker} cannot save at clock {opt.clock}: after "
             f"{opt.gradient_steps} gradient steps some workers are before a sync and others behind "
             "it; save after an iteration at which opt.may_save is True"
+        )
+
+    syncer = opt._worker._syncer
+    flying = syncer is not None and syncer.pending is not None
+    if opt.transport.elastic and (flying or not opt._worker.at_stop):
+        raise RuntimeError(
+            f"worker {opt.transport.worker} cannot save at clock {opt.clock} for workers that may "
+            "leave and come: they are alike only right after a sync, and while none is under way; "
+            "save where opt.synced is True, with delay=0"
+        )
+
+
+def _check_may_load(opt: LocalOptimizer) -> None:
+    if opt.transport.elastic and opt.clock:
+        raise ValueError(
+            f"worker {opt.transport.worker} is at clock {opt.clock}, in the middle of a run whose "
+            "other workers would not load; load where opt.clock is 0, as newcomers need not"
         )
 
 
@@ -309,9 +352,11 @@ class _Plan:
         }
 
 
-def _write(part: Path, model: nn.Module, opt: LocalOptimizer, extra: Any) -> dict[str, Any]:
+def _write(
+    part: Path, mine: tuple[int, int], model: nn.Module, opt: LocalOptimizer, extra: Any
+) -> dict[str, Any]:
     """Write the file of this rank. Returns its entry in the manifest."""
-    worker, rank = opt.transport.worker, opt.transport.rank_inside
+    worker, rank = mine
     path = part / f"worker-{worker}" / f"rank-{rank}{SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with opt.training_state():

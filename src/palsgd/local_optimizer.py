@@ -1,8 +1,8 @@
 """The optimizer that a training loop sees: an inner optimizer and the rules of a method."""
 
 import inspect
-import re
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,6 +49,7 @@ from palsgd.schedulers import LagWatch, hold_weakly, peak_rates, rates_ahead, we
 from palsgd.state import Parts, load_state, save_state
 from palsgd.transports.elastic import ElasticTransport
 from palsgd.transports.levels import check_attached, wrapper_group
+from palsgd.transports.lost import AGAIN, is_lost_peer, lost_peer
 from palsgd.transports.process_group import find_transport
 from palsgd.transports.requests import Admit, Join, Request, fulfil
 from palsgd.transports.transport import Message, Transport, ambient_transport
@@ -165,6 +166,7 @@ class LocalOptimizer(Optimizer):
         )
         self._showing_anchor, self._watch = False, LagWatch()
         self._evaluation: Evaluation | None = None  # between eval() and train()
+        self.joined_at: int | None = None  # the clock at which the others let this worker in
         self.config = {
             "method": self._title(),
             "workers": "elastic" if self.transport.elastic else self.transport.workers,
@@ -467,18 +469,20 @@ class LocalOptimizer(Optimizer):
         )
 
     @torch.no_grad()
-    def _drive(self, exchange: Exchange) -> None:
+    def _drive(self, exchange: Exchange, of: str = "") -> None:
         """Do through the transport what the worker requests. An error is raised inside the worker,
-        so that the worker can restore its tensors."""
+        so that the worker can restore its tensors. `of` says what exchanges are for that are not
+        those of training."""
         unsynced = self.__dict__.get("_unsynced")
         try:
             request = next(exchange)
             while True:
+                began = time.monotonic()
                 try:
                     sent = self._fulfil(request)
                 except RuntimeError as error:
-                    lost = not isinstance(error, (torch.OutOfMemoryError, SyncError))
-                    request = exchange.throw(self._lost_peer(error) if lost else error)
+                    lost, seconds = is_lost_peer(error), time.monotonic() - began
+                    request = exchange.throw(self._lost_peer(error, seconds, of) if lost else error)
                 except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
                 else:
@@ -501,18 +505,19 @@ class LocalOptimizer(Optimizer):
         else:
             given = self.transport.join(fresh=request.fresh)
             take(self._parts(), given, fresh=request.fresh)
+            self.joined_at = self.clock
         return 0
 
-    def _lost_peer(self, error: RuntimeError) -> SyncError:
-        failure = SyncError(
-            f"worker {self.transport.worker} could not exchange with the others at clock "
-            f"{self.clock}: a worker left early, stalled or lost its link. The global model is "
-            "unchanged; start all workers again from a checkpoint. If it left because its data "
-            "ended, end all loops at one clock with palsgd.until() "
-            f"({_first_sentence(str(error))})"
+    def _lost_peer(self, error: RuntimeError, seconds: float, of: str) -> SyncError:
+        ended = " If it left because its data ended, end all loops at one clock with palsgd.until()"
+        return lost_peer(
+            error,
+            who=f"worker {self.transport.worker}",
+            at=f"in {of} at clock {self.clock}" if of else f"at clock {self.clock}",
+            missing=self.transport.lost(),
+            seconds=seconds,
+            fix=f"The global model is unchanged; {AGAIN}.{'' if of else ended}",
         )
-        failure.__cause__ = error
-        return failure
 
     # -- where it stands -----------------------------------------------------------------------
 
@@ -797,12 +802,6 @@ def _check_model(model: Any) -> None:
             f"model must be a torch.nn.Module, got {type(model).__name__}; give the model itself, "
             "not its parameters: the inner optimizer has those"
         )
-
-
-def _first_sentence(text: str) -> str:
-    """What gloo says ends in pictures and advice that do not belong here."""
-    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
-    return re.split(r"(?<=[^.])[.!] (?=[A-Z])", first)[0].rstrip(".!")
 
 
 def _signature(optimizer: Optimizer | None) -> str:
