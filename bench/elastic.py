@@ -79,8 +79,9 @@ def work(order: Order, pipe: Any) -> None:
     began = time.monotonic()
     opt = palsgd.PALSGD(model, inner, sync_every=H, transport=transport(order))
     pipe.send(("began", opt.transport.worker, opt.clock, time.monotonic() - began))
-    synced, sync_s, dies_at = [], [], order.dies_at(opt.clock)
-    opt.on(palsgd.events.Synced, lambda event: synced.append(time.monotonic()))
+    sync_s, dies_at = [], order.dies_at(opt.clock)
+    # At once, as a worker that is killed tells nothing at its end.
+    opt.on(palsgd.events.Synced, lambda event: pipe.send(("synced", time.monotonic())))
     own = torch.arange(opt.transport.worker, len(labels), order.workers)
     drawn = torch.Generator().manual_seed(order.seed * 1000 + opt.clock * 10 + order.number)
     for _ in palsgd.until([0], opt, steps=order.steps):
@@ -98,7 +99,7 @@ def work(order: Order, pipe: Any) -> None:
         opt.zero_grad()
     with opt.anchor_weights(), torch.no_grad():
         loss = float(nn.functional.cross_entropy(model(images), labels))
-    pipe.send(("ends", End(loss, synced, sync_s, opt.ledger.changes)))
+    pipe.send(("ends", End(loss, sync_s, opt.ledger.changes)))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,6 @@ class End:
     """What a worker has to tell when its run is over."""
 
     loss: float
-    synced: list[float]  # when
     sync_s: list[float]
     changes: list[dict[str, Any]]
 
@@ -181,13 +181,15 @@ def run(*, workers: int, every: int | None = None, **known: Any) -> dict[str, An
     run = Run(workers=workers, every=every, **known)
     for number in range(workers):
         run.start(number)
-    deaths, waits = [], []
+    deaths, waits, synced = [], [], []
     ends: list[End] = []
     while (said := run.said()) is not None:
         kind, *rest = said
         if kind == "dies":
             deaths.append(rest[1])
             run.start(rest[0])
+        elif kind == "synced":
+            synced.append(rest[0])
         elif kind == "ends":
             ends.append(rest[0])
         elif rest[1]:  # a newcomer, which has waited for a sync
@@ -196,20 +198,17 @@ def run(*, workers: int, every: int | None = None, **known: Any) -> dict[str, An
     return {
         "loss": ends[0].loss,
         "deaths": len(deaths),
-        "next_sync_s": [next_sync(death, ends) for death in deaths],
+        "next_sync_s": [next_sync(death, synced) for death in deaths],
         "newcomers_waited_s": waits,
         "fewest_workers": min((c["workers"] for e in ends for c in e.changes), default=workers),
         "sync_s": statistics.median(s for end in ends for s in end.sync_s),
-        "round_s": statistics.median(
-            b - a for end in ends for a, b in zip(end.synced, end.synced[1:], strict=False)
-        ),
+        "round_s": (max(synced) - min(synced)) * H / known["steps"],
     }
 
 
-def next_sync(death: float, ends: list[End]) -> float:
-    """The seconds from a death to the next sync of anybody who has lived to the end."""
-    later = [at for end in ends for at in end.synced if at > death]
-    return min(later) - death
+def next_sync(death: float, synced: list[float]) -> float:
+    """The seconds from a death to the next sync of anybody."""
+    return min(at for at in synced if at > death) - death
 
 
 def kills(*, tiny: bool) -> dict[str, Any]:

@@ -15,6 +15,8 @@ gpt-neo-125m  K = 8, bf16: tokens a second, over the loop, and the share of the 
 vgg-16        K = 4: images a second, over the faster of loop and stack
 resnet-50     K = 4, bf16: images a second, over the faster of loop and stack
 sweep         96 runs of the 1 M GPT-Neo, K = 8, 576 steps, as one command: seconds
+
+Cases are added to a record that is there already; each says of which commit it is.
 """
 
 import argparse
@@ -181,7 +183,7 @@ def case_neo_8m(args: argparse.Namespace, data: Path) -> Row:
     rows, workers = (2, 2) if args.tiny else (256, 8)
     row = trained(
         args, data, "tinystories-gptneo-8m", rows * workers * 256, f"workers={workers}",
-        f"batch_size={rows}", "context=256", "warmup_steps=64", "sync_every=64", "steps=960",
+        f"batch_size={rows}", "context=256", "warmup_steps=64", "sync_every=64", "steps=600",
     )  # fmt: skip
     if not args.tiny:
         bare, _ = vectorized_step(language(args, NEO_8M, rows), workers, True, 2)
@@ -301,11 +303,14 @@ def main() -> int:
         args.device, args.cases = "cpu", [c for c in args.cases if c in ("cnn-64", "sweep")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     record: Row = provenance(args.device, tiny=args.tiny) | {"cases": {}, "untimed": {}}
+    if args.out is not None and args.out.exists():
+        record |= {key: json.loads(args.out.read_text())[key] for key in ("cases", "untimed")}
     with tempfile.TemporaryDirectory(prefix="lab-data-") as folder:
         make_data(Path(folder), args.tiny)
         for name in args.cases:
             torch.compiler.reset()
             row = record["cases"][name] = attempt(CASES[name], args, Path(folder))
+            row["commit"] = record["commit"]
             kept = {k: row[k] for k in ("gradient_steps", "runs", "engine") if k in row}
             record["untimed"][name] = kept
             print(name, json.dumps(row), flush=True)
@@ -313,7 +318,7 @@ def main() -> int:
             if args.device == "cuda":
                 torch.cuda.empty_cache()
     print(summary(record))
-    return int(any("failed" in row for row in record["cases"].values()))
+    return int(any("failed" in record["cases"][name] for name in args.cases))
 
 
 if __name__ == "__main__":

@@ -330,6 +330,42 @@ def validate_cluster() -> str:
     return markdown(columns, rows)
 
 
+# -- bench/lab.py ----------------------------------------------------------------------------------
+
+LAB_CASES = {  # what is trained, what a rate counts, and what it stands beside
+    "cnn-64": ("small CNN, K = 64", "images", "over_limit"),
+    "gpt-neo-8m": ("GPT-Neo-8M, K = 8, bf16", "tokens", "over_bare"),
+    "gpt-neo-125m": ("GPT-Neo-125M, K = 8, bf16", "tokens", "over_loop"),
+    "vgg-16": ("VGG-16, K = 4", "images", "over_faster"),
+    "resnet-50": ("ResNet-50, K = 4, bf16", "images", "over_faster"),
+}
+BESIDE = {
+    "over_limit": "the time of a step over the limit of bench/simulate.py",
+    "over_bare": "the rate over that of the bare engine",
+    "over_loop": "the rate over that of the loop",
+    "over_faster": "the rate over that of the faster of loop and stack",
+}
+
+
+def lab() -> str:
+    found = record("lab-h200")
+    rows = []
+    for name, (what, unit, beside) in LAB_CASES.items():
+        row = found["cases"].get(name)
+        if row is None:
+            rows.append((what, "(not measured yet)", "", "", ""))
+            continue
+        rows.append(
+            (what, f"{row['per_s']:,.0f} {unit}/s", f"{row['end_to_end_per_s']:,.0f} {unit}/s",
+             f"{ratio(row[beside])}: {BESIDE[beside]}", row["commit"][:7])
+        )  # fmt: skip
+    sweep = found["cases"].get("sweep")
+    seconds = f"{sweep['command_s']:.0f} s" if sweep else "(not measured yet)"
+    rows.append(("96 runs of the 1 M GPT-Neo, K = 8, 576 steps", seconds, "", "", ""))
+    columns = ("command", "once it runs", "end to end", "beside", "commit")
+    return f"{place(found)}\n\n{markdown(columns, rows)}"
+
+
 # -- bench/memory.py -------------------------------------------------------------------------------
 
 
@@ -392,6 +428,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers-100mbit": partial(peers, "pace", "100mbit"),
     "peers-loopback": partial(peers, "pace", "loopback"),
     "validate-cluster": validate_cluster,
+    "lab": lab,
     "checkpoint": partial(checkpoint, "checkpoint-2cores"),
     "memory-gpu": partial(memory, "memory-h200"),
     "memory-cpu": partial(memory, "memory-2cores"),

@@ -85,10 +85,10 @@ class Buffers:
         self._unite_ranks(like)
         parts = [like.new_empty(0)]
         for buffer in self._floats:
-            flat = buffer.reshape(-1).to(like.dtype)
+            flat = buffer.reshape(-1).to(like)  # which is elsewhere if the anchor is offloaded
             parts.append(flat if finite else torch.zeros_like(flat))
         for buffer in self._integers:
-            parts += [p.to(like.dtype) * (place == 0) for p in _split(buffer)]
+            parts += [p.to(like) * (place == 0) for p in _split(buffer)]
         return torch.cat(parts)
 
     def _unite_ranks(self, like: Tensor) -> None:
@@ -96,8 +96,9 @@ class Buffers:
         integers of the first rank. Between syncs each rank's own batches change them."""
         if self._ranks is not None:
             for kind, dtype in ((self._floats, like.dtype), (self._integers, torch.int64)):
-                flat = [like.new_empty(0, dtype=dtype), *(b.reshape(-1).to(dtype) for b in kind)]
-                rows = self._ranks.gather_inside(torch.cat(flat))
+                if not kind:
+                    continue
+                rows = self._ranks.gather_inside(torch.cat([b.reshape(-1).to(dtype) for b in kind]))
                 found = rows.mean(0) if dtype.is_floating_point else rows[0]
                 for buffer, part in zip(kind, found.split([b.numel() for b in kind]), strict=True):
                     buffer.copy_(part.view(buffer.shape))

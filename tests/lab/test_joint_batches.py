@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import palsgd
 from palsgd.lab import workloads
 from palsgd.lab.joint_batches import KEPT, JointBatches
 from palsgd.lab.settings import Settings
@@ -32,3 +33,39 @@ def test_workers_may_be_batches_apart_and_go_on_at_any_index():
     wanted = workload.batch(worker=1, workers=2, size=8, index=1)
     torch.testing.assert_close(next(slow), wanted, rtol=0, atol=0)
     assert slow.state_dict() == {"index": 2}
+
+
+def trained(data):
+    workload = workloads.load("digits", seed=5)
+    result = palsgd.simulate(
+        workers=3, steps=12, model=workload.model, loss=workload.loss, data=data, seed=1,
+        method=lambda model: palsgd.PALSGD(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=4, mix_prob=0.25
+        ),
+        vectorize=True,
+    )  # fmt: skip
+    return torch.nn.utils.parameters_to_vector(result.model.parameters())
+
+
+def test_stacked_workers_train_alike_with_their_batches_as_one_and_one_by_one():
+    workload = workloads.load("digits", seed=5)
+    settings = Settings(workload="digits", workers=3, batch_size=8, steps=12)
+    joint = JointBatches(settings, workload)
+
+    def one_by_one(worker):
+        own = iter(joint(worker))
+        return (next(own) for _ in range(100))
+
+    taken = []
+    whole = JointBatches.joint
+
+    def counted(self, index):
+        taken.append(index)
+        return whole(self, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        alone = trained(one_by_one)
+        patch.setattr(JointBatches, "joint", counted)
+        together = trained(JointBatches(settings, workload))
+    assert torch.equal(alone, together)
+    assert len(taken) < 3 * len(set(taken)), "each worker's batch was asked for by itself"

@@ -16,7 +16,7 @@ from palsgd.lab.run_set import Options, run_all
 from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.api import Tuning, tune
 from palsgd.lab.tuning.budget import with_gradients
-from palsgd.lab.tuning.halving import FRESH_SEEDS, RULE, SEARCH_SEEDS, halve, rank, rungs, unlucky
+from palsgd.lab.tuning.halving import FRESH_SEEDS, RULE, SEARCH_SEEDS, halve, rungs, unlucky
 from palsgd.lab.tuning.record import chosen_settings
 from palsgd.lab.tuning.search_space import edges, points, shown, space_of
 from palsgd.lab.tuning.tuned_file import read_tuned, shipped, tuned_elsewhere, tuned_settings
@@ -195,12 +195,6 @@ def test_an_unlucky_run_is_a_standard_deviation_above_the_mean():
     assert unlucky([1.0, math.inf]) == math.inf
 
 
-def test_a_calm_point_goes_before_a_noisy_one_that_is_lower_and_noisy_ones_by_their_unlucky_runs():
-    calm, noisy, noisier = [1.0, 1.04], [0.5, 0.6], [0.5, 0.7]
-    assert sorted([noisier, noisy, calm], key=rank) == [calm, noisy, noisier]
-    assert rank([3.0]) < rank(noisy) < rank([0.1, math.inf])
-
-
 def test_a_trial_that_failed_loses():
     run = table(lambda method, point, seed: math.inf if point < 7 else 1.0)
     assert halve(["ddp"], 8, 2, 0, run)["ddp"].winner == 7
@@ -348,7 +342,7 @@ def test_the_winner_is_the_finalist_whose_runs_ended_lowest_on_held_out_data(sma
         fresh = last[(last.method == method) & (last.seed >= 22023)]
         assert len(fresh) == 2 * 2
         by_lr = {lr: list(losses) for lr, losses in fresh.groupby("lr").loss}
-        lowest = min(by_lr, key=lambda lr: rank(by_lr[lr]))
+        lowest = min(by_lr, key=lambda lr: unlucky(by_lr[lr]))
         assert own["settings"]["lr"] == lowest
         assert small.settings(method).lr == lowest
 

@@ -97,6 +97,14 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@every_workload
+def test_the_batches_of_all_workers_as_one_are_those_of_each(loaded, name):
+    joint = loaded(name).joint_batch(workers=2, size=2, index=3)
+    for worker in range(2):
+        alone = loaded(name).batch(worker=worker, workers=2, size=2, index=3)
+        assert same([part[worker] for part in joint], alone)
+
+
 def trained(workload, *, steps, size, workers=2, lr=1e-3, inner=torch.optim.AdamW):
     """The global model after a few steps of PALSGD."""
     recipe = workloads.recipe(workload.name)

@@ -32,7 +32,7 @@ class JointBatches:
         return WorkerBatches(self, worker)
 
     def batch(self, worker: int, index: int) -> Any:
-        joint = self._joint(index)
+        joint = self.joint(index)
         if joint is None:
             return self._workload.batch(
                 worker=worker,
@@ -42,7 +42,8 @@ class JointBatches:
             )
         return pytree.tree_map_only(Tensor, lambda x: x[worker], joint)
 
-    def _joint(self, index: int) -> Any:
+    def joint(self, index: int) -> Any:
+        """The batches of all workers as one; None: the workload makes each by itself."""
         if index not in self._made:
             self._begin(index)
         if self._thread is not None and index + 1 not in self._made:
@@ -78,6 +79,14 @@ class WorkerBatches:
     def __next__(self) -> Any:
         index, self._index = self._index, self._index + 1
         return self._joint.batch(self._worker, index)
+
+    @property
+    def joint_place(self) -> tuple[JointBatches, int]:
+        """What makes the next batches of all workers as one, and which they are."""
+        return self._joint, self._index
+
+    def pass_by(self) -> None:
+        self._index += 1
 
     def state_dict(self) -> dict[str, int]:
         return {"index": self._index}

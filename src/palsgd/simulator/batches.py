@@ -41,6 +41,18 @@ class Batches:
             self._held = [self.next()]
         return self._held[0]
 
+    @property
+    def joint_place(self) -> tuple[Any, Any] | None:
+        """Of data that have the batches of all workers as one: what makes them, and the place of
+        the next one. None: the next batch must be asked for by itself."""
+        return None if self._held is not None else getattr(self._source, "joint_place", None)
+
+    def pass_by(self) -> None:
+        """Count a batch that was taken together with those of the other workers."""
+        self._source.pass_by()
+        self._taken += 1
+        self._in_pass += 1
+
     def next(self) -> Any:
         if self._held is not None:
             (batch,), self._held = self._held, None
@@ -109,6 +121,14 @@ class Batches:
 
 def moved(batch: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+
+def sent(values: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on the device, from pinned memory. For a copy from ordinary memory the host would wait
+    until the device has made it, and could not prepare the next step in that time."""
+    if torch.device(device).type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def check_loss(loss: Any, worker: int | None, step: int) -> None:

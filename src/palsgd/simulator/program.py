@@ -24,7 +24,7 @@ from palsgd.simulator.vectorized import Vectorized, alike
 
 log = logging.getLogger("palsgd")
 
-VERSION = 1  # of the states of programs
+VERSION = 2  # of the states of programs
 OptimizerOf = Callable[[nn.Module], LocalOptimizer]
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from palsgd.buffers import persistent_buffers
 from palsgd.errors import NonFiniteError
@@ -95,6 +96,7 @@ class Run:
         ]
         self.error: Exception | None = None  # set when this run ends early; the other runs go on
         self._last: list[Any] = [None] * self.workers
+        self._last_joint: Any = None  # if it was taken after those
         self.fixed = self._settings_but_lr()
         for opt in self.opts:
             check_stackable(opt.model, opt)
@@ -184,6 +186,8 @@ class Run:
     def batch(self, worker: int) -> Any:
         """The next batch of a worker. After the run has ended it is the last batch, which has the
         right shape."""
+        if self.error is not None and self._last_joint is not None:
+            return pytree.tree_map_only(Tensor, lambda x: x[worker], self._last_joint)
         if self.error is None or self._last[worker] is None:
             try:
                 self._last[worker] = self.batches[worker].next()
@@ -192,6 +196,26 @@ class Run:
                 if self._last[worker] is None:
                     raise
         return self._last[worker]
+
+    @property
+    def has_joint_batch(self) -> bool:
+        """Do the data give the next batches of all workers as one?"""
+        first = self.batches[0].joint_place
+        if self.error is not None or first is None:
+            return False
+        maker, index = first
+        together = all(source.joint_place == first for source in self.batches)
+        return together and maker.joint(index) is not None
+
+    def joint_batch(self) -> Any:
+        """The next batches of all workers, with the workers as a first axis."""
+        place = self.batches[0].joint_place
+        assert place is not None, "asked for where there is none"
+        maker, index = place
+        self._last_joint = maker.joint(index)
+        for source in self.batches:
+            source.pass_by()
+        return self._last_joint
 
     def _settings_but_lr(self) -> list[dict[str, Any]]:
         free = {"params", "lr", "initial_lr"}

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from palsgd.checks import in_error
-from palsgd.simulator.batches import moved
+from palsgd.simulator.batches import moved, sent
 from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
 from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
@@ -98,18 +98,22 @@ class StackedWorkers:
         mine, theirs = (_named(each) for each in (self.tensors(), saved))
         copy_tensors(theirs, mine)
 
-    def compile(self, compiled: bool | str) -> None:
-        """Compile the programs that always run on all workers. A program for another number of
-        workers would be compiled again. A string is torch.compile's mode."""
-        self.compiled = bool(compiled)
+    def compile(self, compiled: bool | str, *, shared: bool = True, own: bool = True) -> None:
+        """Compile the programs that always run on all workers: that of rows that are `shared` and
+        that of each worker's `own` row. A program for another number of workers would be compiled
+        again. A string is torch.compile's mode."""
+        self.compiled = {"shared": bool(compiled) and shared, "own": bool(compiled) and own}
         mode = compiled if isinstance(compiled, str) else None
-        build = partial(torch.compile, mode=mode) if compiled else as_it_is
-        own = vmap(self._loss_of, randomness="different")
+        build = {
+            rows: partial(torch.compile, mode=mode) if wanted else as_it_is
+            for rows, wanted in self.compiled.items()
+        }
+        one_each = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
-        self._some = own
+        self._some = one_each
         try:
-            self._own = build(own)
-            self._sharing = build(vmap(one_run, randomness="different"))
+            self._own = build["own"](one_each)
+            self._sharing = build["shared"](vmap(one_run, randomness="different"))
         except RuntimeError as error:  # torch knows the names of its modes
             raise ValueError(f"compile={in_error(compiled)} is refused by torch: {error}") from None
 
@@ -126,9 +130,14 @@ class StackedWorkers:
         """The gradients, with one row per worker in `who`, and the losses of these workers. If rows
         are shared, `who` has all workers, and a row is the mean over the workers of a run."""
         try:
-            batch = moved(stacked_batch(batches), self.device)
+            batch = stacked_batch(batches)
         except UnequalBatchesError:  # such as the last batches of an epoch
             return self._one_by_one(who, batches)
+        return self.gradients_of(who, batch)
+
+    def gradients_of(self, who: list[int], batch: Any) -> Gradients:
+        """The same for batches that are stacked already."""
+        batch = moved(batch, self.device)
         if self.shared:
             grads, losses = self._differentiate(
                 self._sharing, self.params, self._by_run(self.buffers), self._by_run(batch)
@@ -248,7 +257,7 @@ class StackedWorkers:
         try:
             self.gradients(everyone, batches)
         except (RuntimeError, TypeError) as error:
-            if not self.compiled:
+            if not any(self.compiled.values()):
                 raise
             log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
             self.compile(False)
@@ -300,9 +309,10 @@ class StackedWorkers:
         """One inner step of the rows in `who`; `rates[g]` has their learning rates."""
         columns = [self._column(group) for group in rates]
         if len(who) == len(self.params[0]):
-            self._inner.step(self.params, grads, columns, self.state, self.compiled)
+            compiled = self.compiled["shared" if self.shared else "own"]
+            self._inner.step(self.params, grads, columns, self.state, compiled)
             return
-        index = torch.tensor(who, device=self.device)
+        index = sent(torch.tensor(who), self.device)
         params = [x.index_select(0, index) for x in self.params]
         state = [[s.index_select(0, index) for s in kept] for kept in self.state]
         self._inner.step(params, grads, columns, state)
@@ -319,7 +329,8 @@ class StackedWorkers:
         if key not in self._columns:
             if len(self._columns) > 256:
                 self._columns.clear()
-            self._columns[key] = torch.tensor(rates, dtype=torch.float64, device=self.device)
+            column = torch.tensor(rates, dtype=torch.float64)
+            self._columns[key] = sent(column, self.device)
         return self._columns[key]
 
     def forget_nonfinite(self, worker: int) -> None:

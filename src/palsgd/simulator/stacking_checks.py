@@ -97,6 +97,13 @@ def stacked_batch(batches: list[Any]) -> Any:
         raise UnequalBatchesError(first_line(error)) from error
 
 
+def joined_batch(batches: list[Any]) -> Any:
+    """One batch of batches that have the worker axis."""
+    if len(batches) == 1:
+        return batches[0]
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves), *batches)
+
+
 def _stacked_leaf(*leaves: Any) -> Tensor:
     if not isinstance(leaves[0], Tensor):
         raise TypeError(f"a batch holds a {type(leaves[0]).__name__}; tensors alone can be stacked")

@@ -31,6 +31,7 @@ from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
     clipped,
     fastest_convolutions,
+    joined_batch,
     writable,
 )
 from palsgd.simulator.stretch import GradientSlot, Stretch, TickRates
@@ -126,9 +127,12 @@ class Vectorized:
                 f"a gradient of every worker takes {1e3 * loop:.1f} ms one after another, and "
                 f"{1e3 * took:.1f} ms stacked"
             )
-        cost = COMPILE_S + COMPILE_S_PER_PARAMETER * len(self.stack.params)
-        if compile and COMPILE_SAVES * took * self.steps > cost:
-            self.stack.compile(True)
+        if compile:
+            cost = COMPILE_S + COMPILE_S_PER_PARAMETER * len(self.stack.params)
+            shared = min(self.schedule.warmup, self.steps)  # steps in which workers share a row
+            counts = {"shared": shared, "own": self.steps - shared}
+            pays = {rows: COMPILE_SAVES * took * n > cost for rows, n in counts.items()}
+            self.stack.compile(any(pays.values()), **pays)
 
     def _first_batches(self) -> list[Any]:
         return [source.peek() for run in self.runs for source in run.batches]
@@ -175,9 +179,13 @@ class Vectorized:
     # -- steps -----------------------------------------------------------------------------------
 
     def _take_gradients(self, who: list[int]) -> list[Tensor]:
-        places = [divmod(worker, self.workers) for worker in who]
-        batches = [self.runs[run].batch(k) for run, k in places]
-        grads, losses = self.stack.gradients(who, batches)
+        if len(who) == self.stack.count and all(run.has_joint_batch for run in self.runs):
+            joint = joined_batch([run.joint_batch() for run in self.runs])
+            grads, losses = self.stack.gradients_of(who, joint)
+        else:
+            places = [divmod(worker, self.workers) for worker in who]
+            batches = [self.runs[run].batch(k) for run, k in places]
+            grads, losses = self.stack.gradients(who, batches)
         self._losses.append((who, losses))
         return grads if self._max_norm is None else clipped(grads, self._max_norm)
 
@@ -426,7 +434,7 @@ class Vectorized:
         self.clock, self._open = stack["clock"], stack["open"]
         self.stack.unfold(stack["unfolded"])
         if stack["compiled"] != self.stack.compiled:
-            self.stack.compile(stack["compiled"])
+            self.stack.compile(any(stack["compiled"].values()), **stack["compiled"])
         self._watch.set(stack["seconds"])
         self._rng.update(cloned(stack["rng"]))
         if self._open:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from palsgd.checks import check_int
 from palsgd.json_files import read_json_object
-from palsgd.lab.data import device as on_device
+from palsgd.lab.data.colours import ColourMap, colour_map
 from palsgd.lab.data.pickled_batches import read_batch
 from palsgd.lab.data.pictures import read_picture
 
@@ -106,8 +106,8 @@ def download(folder: Path) -> None:
         ) from error
 
 
-def normalized(images: Tensor) -> Tensor:
-    return on_device.normalized(images, _MEAN, _STD)
+def colours(device: torch.device | str) -> ColourMap:
+    return colour_map(_MEAN, _STD, device)
 
 
 def _original(place: Path, name: str) -> Split:

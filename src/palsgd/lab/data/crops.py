@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palsgd.lab.data.device import sent
+from palsgd.simulator.batches import sent
 
 CHANCES = (11, 4)  # uniform numbers for one crop: ten tries at a box, then mirrored or not
 

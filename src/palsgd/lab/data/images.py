@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palsgd.lab.data import device as on_device
 from palsgd.lab.data import splits
+from palsgd.lab.data.colours import colour_map
 from palsgd.lab.data.crops import CHANCES, middle, random_crop, zoomed
 from palsgd.lab.data.pictures import opened_picture, read_picture
 from palsgd.lab.data.sharding import Changes, Shards, random_stream
+from palsgd.simulator.batches import sent
 
 SPLITS = ("train", "val")
 AHEAD = 2  # batches of each worker that are decoded before they are asked for
@@ -41,6 +42,7 @@ class Photographs(ABC):
         self.train, self.val = train, val
         self._shards = Shards(sharding, len(train), seed=seed, labels=torch.tensor(train.targets))
         self._resolution, self._seed, self._device = resolution, seed, device
+        self._colours = colour_map(_MEAN, _STD, device)
         self._pool = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
     @abstractmethod
@@ -106,8 +108,8 @@ class FromFiles(Photographs):
 
     def _collect(self, begun: list[Future]) -> tuple[Tensor, Tensor]:
         images, labels = zip(*(each.result() for each in begun), strict=True)
-        pixels = on_device.sent(_pixels(images), self._device)
-        return normalized(pixels), on_device.sent(torch.tensor(labels), self._device)
+        pixels = sent(_pixels(images), self._device)
+        return self._colours(pixels), sent(torch.tensor(labels), self._device)
 
 
 class InMemory(Photographs):
@@ -121,15 +123,15 @@ class InMemory(Photographs):
         self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
     ) -> tuple[Tensor, Tensor]:
         which, chances = self._drawn(worker, workers, size, changes, index)
-        which = on_device.sent(which, self._device)
+        which = sent(which, self._device)
         images, labels = (each[which] for each in self._loaded["train"])
         height, width = images.shape[2:]
         crops = [random_crop(height, width, chance) for chance in chances]
-        return normalized(zoomed(images, crops, self._resolution)), labels
+        return self._colours(zoomed(images, crops, self._resolution)), labels
 
     def plain(self, split: str, part: slice) -> tuple[Tensor, Tensor]:
         view, (images, labels) = middle(self._resolution), self._loaded[split]
-        return normalized(view(images[part].float())), labels[part]
+        return self._colours(view(images[part].float())), labels[part]
 
     def _read(self, folder: Any) -> tuple[Tensor, Tensor]:
         images = list(self._pool.map(lambda i: decoded(folder, i), range(len(folder))))
@@ -198,10 +200,6 @@ def _nothing_in(root: Path, found: str) -> ValueError:
 
 def decoded(folder: Any, i: int) -> Any:
     return read_picture(folder.samples[i][0])
-
-
-def normalized(images: Tensor) -> Tensor:
-    return on_device.normalized(images, _MEAN, _STD)
 
 
 def _can_be_held(train: Any, val: Any, resolution: int) -> bool:

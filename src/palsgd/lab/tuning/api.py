@@ -79,7 +79,7 @@ def tune(
         trials: points of the search space for each method.
         seeds: of each of the better half of the points; all points have half of them before. The
             two best are confirmed with so many fresh ones. Points are ranked by mean plus standard
-            deviation over seeds, those whose seeds end far apart behind all others.
+            deviation over seeds.
         simulate: all workers in this process; False: real processes.
         out: the file to write, by default `runs/NAME-TIME/tuned.yaml`; trials go into a folder
             beside it.

@@ -3,8 +3,7 @@
 All points run with half of the seeds, and the better half of them with all. The two best are the
 finalists: they run again with seeds that had no part in choosing them, and those decide. So the
 winner's figure is hardly better by luck. Points are ranked by what an unlucky run of theirs ends
-with, as somebody who trains once gets one seed, and behind all others are those whose seeds end far
-apart: a comparison with such a setting decides nothing. So one lucky seed does not make a winner.
+with, as somebody who trains once gets one seed. So one lucky seed does not make a winner.
 """
 
 import math
@@ -13,12 +12,9 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 FINALISTS = 2
-NOISY = 0.05  # of the mean: seeds that deviate by more end far apart
 RULE = (
-    f"of the points whose seeds deviate by at most {100 * NOISY:g}% of their mean, or of all if "
-    "none is so calm, the lowest mean plus standard deviation over seeds, on the held out data: "
-    "of all points with half of the seeds, of the better half with all, of the two best with fresh "
-    "ones"
+    "the lowest mean plus standard deviation over seeds, on the held out data: of all points with "
+    "half of the seeds, of the better half with all, of the two best with fresh ones"
 )
 # Seeds of a search begin so far above the recipe's, so that no comparison has the same ones.
 SEARCH_SEEDS, FRESH_SEEDS = 10_000, 20_000
@@ -49,13 +45,6 @@ def unlucky(values: Sequence[float]) -> float:
     return fmean(values) + (stdev(values) if len(values) > 1 else 0.0)
 
 
-def rank(values: Sequence[float]) -> tuple[bool, float]:
-    """Of a point's seeds; lower is better."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return not all(map(math.isfinite, values)), unlucky(values)
-    return stdev(values) > NOISY * abs(fmean(values)), unlucky(values)
-
-
 def rungs(points: int, seeds: int) -> list[tuple[int, int]]:
     """How many points run with how many seeds, from rung to rung, before the finalists."""
     found = [(points, math.ceil(seeds / 2))]
@@ -80,7 +69,7 @@ def halve(
             if trial not in done[trial[0]]:
                 done[trial[0]].append(trial)
         for method in methods:
-            left[method].sort(key=lambda point: rank([judged[method, point, s] for s in seeds]))
+            left[method].sort(key=lambda point: unlucky([judged[method, point, s] for s in seeds]))
 
     for count, many in rungs(points, seeds):
         left = {method: best[:count] for method, best in left.items()}

@@ -44,6 +44,7 @@ class Cifar10(InMemory):
 
     def load(self) -> None:
         folder = self.source.place(self.data)
+        self._colours = cifar10.colours(self.device)
         train, test = (self._read(folder, split) for split in cifar10.SPLITS)
         assert train is not None
         self.keep(train, test)
@@ -55,7 +56,7 @@ class Cifar10(InMemory):
         return found.images, found.labels
 
     def inputs(self, images: Tensor) -> Tensor:
-        return cifar10.normalized(images)
+        return self._colours(images)
 
 
 class Cifar10CNN(Cifar10):

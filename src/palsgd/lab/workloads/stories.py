@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from palsgd.lab.data.device import sent
 from palsgd.lab.data.sharding import Changes, random_stream
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.data.tokens import NOT_A_TARGET
@@ -15,6 +14,7 @@ from palsgd.lab.language import Batch, Language
 from palsgd.lab.models.gpt_neo import GPTNeo
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import parts_of
+from palsgd.simulator.batches import sent
 
 RECIPES = {
     "stories": Settings(
