@@ -1,12 +1,13 @@
 """Does through a transport what a worker's generator asks for."""
 
-import re
+import time
 
 import torch
 
 from palsgd.errors import SyncError
 from palsgd.state_parts import Parts
 from palsgd.transports.elastic import ElasticTransport
+from palsgd.transports.lost import AGAIN, is_lost_peer, lost_peer
 from palsgd.transports.requests import Admit, Exchange, Join, Request, fulfil
 from palsgd.unsynced import Unsynced
 from palsgd.welcome import gift, take
@@ -16,19 +17,21 @@ class Driver:
     def __init__(self, parts: Parts):
         self._parts, self._transport = parts, parts.transport
         self.unsynced: Unsynced | None = None  # what warns of steps that no sync has sent
+        self.joined_at: int | None = None  # the clock at which the others let this worker in
 
     @torch.no_grad()
-    def run(self, exchange: Exchange) -> None:
+    def run(self, exchange: Exchange, of: str = "") -> None:
         """Do what the worker requests. An error is raised inside the worker, so that the worker can
-        restore its tensors."""
+        restore its tensors. `of` says what exchanges are for that are not those of training."""
         try:
             request = next(exchange)
             while True:
+                began = time.monotonic()
                 try:
                     sent = self._fulfil(request)
                 except RuntimeError as error:
-                    lost = not isinstance(error, (torch.OutOfMemoryError, SyncError))
-                    request = exchange.throw(self._lost_peer(error) if lost else error)
+                    lost, seconds = is_lost_peer(error), time.monotonic() - began
+                    request = exchange.throw(self._lost_peer(error, seconds, of) if lost else error)
                 except BaseException as error:  # KeyboardInterrupt too
                     request = exchange.throw(error)
                 else:
@@ -51,21 +54,17 @@ class Driver:
         else:
             given = self._transport.join(fresh=request.fresh)
             take(self._parts, given, fresh=request.fresh)
+            self.joined_at = self._parts.worker.at.clock
         return 0
 
-    def _lost_peer(self, error: RuntimeError) -> SyncError:
-        failure = SyncError(
-            f"worker {self._transport.worker} could not exchange with the others at clock "
-            f"{self._parts.worker.at.clock}: a worker left early, stalled or lost its link. The "
-            "global model is unchanged; start all workers again from a checkpoint. If it left "
-            "because its data ended, end all loops at one clock with palsgd.until() "
-            f"({_first_sentence(str(error))})"
+    def _lost_peer(self, error: RuntimeError, seconds: float, of: str) -> SyncError:
+        clock = self._parts.worker.at.clock
+        ended = " If it left because its data ended, end all loops at one clock with palsgd.until()"
+        return lost_peer(
+            error,
+            who=f"worker {self._transport.worker}",
+            at=f"in {of} at clock {clock}" if of else f"at clock {clock}",
+            missing=self._transport.lost(),
+            seconds=seconds,
+            fix=f"The global model is unchanged; {AGAIN}.{'' if of else ended}",
         )
-        failure.__cause__ = error
-        return failure
-
-
-def _first_sentence(text: str) -> str:
-    """What gloo says ends in pictures and advice that do not belong here."""
-    first = text.strip().splitlines()[0] if text.strip() else "no reason given"
-    return re.split(r"(?<=[^.])[.!] (?=[A-Z])", first)[0].rstrip(".!")

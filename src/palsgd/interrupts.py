@@ -1,6 +1,7 @@
 """How a process ends from outside: by Ctrl-C at any moment, by signals, and with its parent.
 
-Ctrl-C is one line and exit code 130, no traceback. Python raises KeyboardInterrupt wherever the
+Ctrl-C is one line and exit code 130, no traceback. SIGTERM and SIGHUP are the same to a command
+that awaits them, with exit codes of their own. Python raises KeyboardInterrupt wherever the
 program happens to be. In the first seconds that is inside an import, which turns it into a
 traceback or into an ImportError of a module that is half there. So the process ends at once, unless
 somebody awaits the exception and no import is under way.
@@ -9,6 +10,7 @@ somebody awaits the exception and no import is under way.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -30,16 +32,46 @@ def handled_here() -> bool:
     return signal.getsignal(signal.SIGINT) in (_stop, signal.default_int_handler)
 
 
+class EndedError(KeyboardInterrupt):
+    """A signal that means the same as Ctrl-C."""
+
+    def __init__(self, number: int):
+        super().__init__(f"signal {number}")
+        self.code = 128 + number
+
+
+def exit_code(stopped: KeyboardInterrupt) -> int:
+    """What a process ends with that was stopped.
+
+    Example:
+        >>> exit_code(KeyboardInterrupt()), exit_code(EndedError(signal.SIGTERM))
+        (130, 143)
+    """
+    return stopped.code if isinstance(stopped, EndedError) else 128 + signal.SIGINT
+
+
 @contextmanager
-def awaited() -> Iterator[None]:
+def awaited(*, ending: bool = False) -> Iterator[None]:
     """Inside, Ctrl-C raises KeyboardInterrupt, which the caller catches; a second one ends the
-    process at once."""
+    process at once. With `ending` so do SIGTERM and SIGHUP, as a KeyboardInterrupt that knows its
+    exit code, unless the program handles or ignores them."""
     global _awaited
     before, _awaited = _awaited, True
+    handlers = {number: signal.signal(number, _stop) for number in deadly()} if ending else {}
     try:
         yield
     finally:
         _awaited = before
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def deadly() -> list[signal.Signals]:
+    """Signals that end this process and that nobody but this module handles. Only the main thread
+    can do so."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in ENDING if signal.getsignal(number) in (signal.SIG_DFL, _stop)]
 
 
 def leave_to_parent() -> None:
@@ -59,13 +91,14 @@ def end_with_parent() -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     global _awaited
+    stopped = KeyboardInterrupt() if number == signal.SIGINT else EndedError(number)
     if _awaited and not _importing(frame):
         _awaited = False
-        raise KeyboardInterrupt
+        raise stopped
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     os.write(2, b"palsgd: stopped\n")
-    os._exit(130)
+    os._exit(exit_code(stopped))
 
 
 def _importing(frame: FrameType | None) -> bool:

@@ -463,6 +463,12 @@ class LocalOptimizer(Optimizer):
         return self._worker.at.clock
 
     @property
+    def joined_at(self) -> int | None:
+        """The clock at which the other workers let this one in; None if it was there from the
+        beginning."""
+        return self._driver.joined_at
+
+    @property
     def gradient_steps(self) -> int:
         """Gradient steps so far."""
         return self._worker.at.gradient_steps

@@ -179,6 +179,8 @@ def _go_on_from_anchor(of: Parts, number: int, load: Loading) -> None:
 def _change_workers(of: Parts, joining: Collection[int], load: Loading) -> None:
     """Note another number of workers. Those that join have the gradient steps of the worker whose
     state they load, the lowest of the others."""
+    if of.transport.elastic:
+        return  # who is there is known at every sync
     at, before, now = of.worker.at, load.saved["workers"], load.mine["workers"]
     if at.steps_of_all:
         source = next(k for k in range(now) if k not in joining)

@@ -261,16 +261,16 @@ class Worker:
     # -- what is due ---------------------------------------------------------------------------
 
     @property
-    def _pending(self) -> Moment | None:
+    def pending(self) -> Moment | None:
         """The sync that was sent and not yet applied."""
         pending = self._syncer and self._syncer.pending
         return pending.at if pending else None
 
     def _due(self) -> list[Due]:
-        return self.course.due(self._pending)
+        return self.course.due(self.pending)
 
     def _to_next_due(self) -> int:
-        return self.course.to_next_due(self._pending)
+        return self.course.to_next_due(self.pending)
 
     def _mixing_run(self) -> int:
         """The number of steps without data up to the next gradient step or the next clock at which
@@ -292,7 +292,7 @@ class Worker:
         that all workers can read in its header who has finished."""
         if not self.at.has_anchor:
             return
-        guard, pending, clock = self.syncer.guard, self._pending, self.at.clock
+        guard, pending, clock = self.syncer.guard, self.pending, self.at.clock
         # A worker that has not stepped since a sync is in the round that comes next, where it may
         # meet others that have.
         round = self.schedule.round_of(clock - 1 if clock > max(self.at.sent_at) else clock)

@@ -1,5 +1,6 @@
 """Runs that fail, and folders that hold several kinds: nothing else is lost or mixed up."""
 
+import errno
 import os
 
 import pytest
@@ -66,3 +67,44 @@ def test_what_torchrun_cannot_do_is_refused(monkeypatch, tmp_path, flags, reason
     said = palsgd("train", "digits", "--workers", 2, *flags)
     assert said.code == 2
     assert reason in said.err
+
+
+# -- disks -----------------------------------------------------------------------------------------
+
+# The disk of worker 1 refuses what is written from its second checkpoint on.
+REFUSES = """
+import os, sys
+if "palsgd.lab.worker_main" in sys.orig_argv and os.environ["RANK"] == "1":
+    from palsgd import tensor_files
+
+    def refused(path, mode, saves=[]):
+        saves.append(path)
+        if len(saves) > 1:
+            number = int(os.environ["REFUSED_BY"])
+            raise OSError(number, os.strerror(number))
+        return open(path, mode)
+
+    tensor_files.open = refused
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+def test_a_disk_that_refuses_one_worker_is_one_line_with_the_file_and_the_worker(
+    tmp_path, monkeypatch, number
+):
+    (tmp_path / "sitecustomize.py").write_text(REFUSES)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("REFUSED_BY", str(number))
+    out = tmp_path / "out"
+    command = ("train", "digits", *SHORT, "checkpoint_every=1", "--no-report", "--out", out)
+    said = apart(*command, "--quiet")
+    assert said.code == 1
+    saved, refused = out / "palsgd" / "checkpoints", "worker-1/rank-0.safetensors"
+    assert said.line.startswith("palsgd: OSError: worker 1 could not save, so nothing was added ")
+    assert f" {saved}/step-" in said.line
+    assert said.line.endswith(f"{refused}: {os.strerror(number)}")
+    assert len(list(saved.iterdir())) == 1  # the first one
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(str(tmp_path), ""))
+    assert apart(*command, "--quiet", "--resume").code == 0

@@ -1,4 +1,5 @@
-"""Ctrl-C at any moment, also in the first seconds: one line, exit code 130, no traceback."""
+"""Ctrl-C at any moment, also in the first seconds: one line, exit code 130, no traceback. So is
+SIGTERM, with exit code 143."""
 
 import os
 import signal
@@ -43,11 +44,11 @@ def held(tmp_path, monkeypatch):
     return lambda: list(tmp_path.glob("held-*"))
 
 
-def stopped(process) -> list[str]:
-    """What is said after Ctrl-C, which a terminal sends to all processes."""
-    os.killpg(process.pid, signal.SIGINT)
+def stopped(process, number=signal.SIGINT) -> list[str]:
+    """What is said after Ctrl-C, which a terminal sends to all processes, or another signal."""
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=patient(60))
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert out == ""
     return err.splitlines()
 
@@ -73,7 +74,11 @@ def test_workers_that_still_import_torch_say_nothing(held, tmp_path, monkeypatch
     assert said[0].startswith("palsgd: stopped; ")
 
 
-def test_training_that_is_interrupted_says_how_to_go_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [("train", signal.SIGINT), ("train", signal.SIGTERM), ("compare", signal.SIGTERM)],
+)
+def test_training_that_is_interrupted_says_how_to_go_on(command, number, tmp_path, monkeypatch):
     begun = tmp_path / "begun"
     (tmp_path / "watched.py").write_text(
         "import pathlib\n"
@@ -89,9 +94,9 @@ def test_training_that_is_interrupted_says_how_to_go_on(tmp_path, monkeypatch):
     )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
-    words = ("train", "digits", "steps=100000", "--simulate", "--quiet", "--out", tmp_path / "out")
+    words = (command, "digits", "steps=100000", "--simulate", "--quiet", "--out", tmp_path / "out")
     with started(*words, module="watched") as process:
         wait_for(begun.exists, process=process)
-        (line,) = stopped(process)
+        (line,) = stopped(process, number)
     assert line.startswith("palsgd: stopped; ")
     assert "--resume" in line

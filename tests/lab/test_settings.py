@@ -531,3 +531,15 @@ def test_the_papers_search_for_vgg16_has_its_points_and_some_overshoot():
                 check_method(settings)
         else:
             check_method(settings)
+
+
+def test_a_paced_simulation_takes_the_speeds_of_its_cluster(tmp_path):
+    words = ("train", "digits", "draws=paced", "--workers", 3, "--steps", 24, "--sync-every", 8,
+             "warmup_steps=0", "--simulate", "--no-report", "--quiet",
+             "--cluster", "1gbit,1ms,step=10ms,straggler=3")  # fmt: skip
+    found = []
+    for more in ((), (f"speeds=1:1:{1 / 3!r}",), ("draws=balanced",)):
+        out = tmp_path / str(len(found))
+        assert palsgd_command(*words, *more, "--out", out).code == 0
+        found.append([line["train_loss"] for line in lines(out / "palsgd")])
+    assert found[0] == found[1] != found[2]

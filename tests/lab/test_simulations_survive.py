@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from palsgd import interrupts
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.simulator import Checkpoints
@@ -85,14 +86,14 @@ def test_a_sweep_that_was_killed_goes_on_bit_for_bit(engine, tmp_path):
     assert_same_files(out, tmp_path / "whole")
 
 
-def stop_at(monkeypatch, thing, name, call):
-    """Ctrl-C at a call of a method, before it has done anything."""
+def stop_at(monkeypatch, thing, name, call, number=signal.SIGINT):
+    """Ctrl-C, or another signal, at a call of a method, before it has done anything."""
     original, calls = getattr(thing, name), []
 
     def stopping(*arguments, **known):
         calls.append(arguments)
         if len(calls) == call:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return original(*arguments, **known)
 
     monkeypatch.setattr(thing, name, stopping)
@@ -117,6 +118,20 @@ def test_after_ctrl_c_is_said_what_is_kept_and_how_to_go_on(engine, tmp_path, mo
         said = palsgd(*sweep(out, "--resume", steps=steps))
     count = "4 runs" if engine == "vectorized" else "1 run"
     assert f"stopped; kept: {count} up to the last checkpoint (step 1" in said.line
+    assert go_on(said).code == 0
+    assert_same_files(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", interrupts.ENDING)
+def test_signals_that_end_a_command_keep_what_ctrl_c_keeps(number, tmp_path, monkeypatch):
+    steps, out, before = 16, tmp_path / "stopped", signal.getsignal(number)
+    assert palsgd(*sweep(tmp_path / "whole", steps=steps)).code == 0
+    with monkeypatch.context() as patch:
+        stop_at(patch, Checkpoints, "save", 2, number)
+        said = palsgd(*sweep(out, steps=steps))
+    assert said.code == 128 + number
+    assert "stopped; kept: 4 runs up to the last checkpoint (step 10). Go on with: " in said.line
+    assert signal.getsignal(number) is before
     assert go_on(said).code == 0
     assert_same_files(out, tmp_path / "whole")
 

@@ -215,7 +215,7 @@ def lost_job():
 def test_a_peer_that_is_lost_while_a_sync_is_under_way_is_told_and_changes_nothing(world):
     before, after, message, pending, clock = world.run(lost_job, workers=2, timeout=20)[0]
     assert clock == 15
-    assert message.startswith("worker 0 could not exchange with the others at clock 15")
+    assert message.startswith("worker 0 could not exchange with worker 1 at clock 15")
     np.testing.assert_array_equal(before, after)
     assert pending["empty"]  # what can still be saved is
 

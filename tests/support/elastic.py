@@ -100,9 +100,11 @@ def train(
     transport: dict[str, Any] | None = None,
     seed: int = 0,
     momentum: float = 0.0,
+    load: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """One worker's run: its loss is |x - target|^2 / 2. `at(opt)` is called before each step."""
+    """One worker's run: its loss is |x - target|^2 / 2. `at(opt)` is called before each step. It
+    begins from the newest save in the folder `load`, if that is given."""
     import torch
 
     import palsgd
@@ -113,6 +115,8 @@ def train(
     over = palsgd.ElasticTransport(**(transport or {}))
     kind = getattr(palsgd, optimizer, None) or getattr(palsgd.methods, optimizer)
     opt = kind(model, inner, **({"sync_every": H, "transport": over} | settings))
+    if load is not None:
+        palsgd.checkpoint.load(load, model, opt)
     goal = torch.tensor(target(over.worker))[None]
     for _ in palsgd.until([0], opt, steps=steps):
         if at is not None:
@@ -142,6 +146,21 @@ class DieAt:
     def __call__(self, opt: Any) -> None:
         if opt.clock >= self.clock:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SaveAndDieAt(DieAt):
+    """Saves at every sync until then."""
+
+    def __init__(self, clock: int, folder: str):
+        super().__init__(clock)
+        self.folder = folder
+
+    def __call__(self, opt: Any) -> None:
+        import palsgd
+
+        if opt.synced:
+            palsgd.checkpoint.save(self.folder, opt.model, opt)
+        super().__call__(opt)
 
 
 class AwaitNewcomer:

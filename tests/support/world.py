@@ -7,7 +7,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,11 +28,20 @@ class Outcome:
 
 
 class World:
-    """`run(job, workers=K, ...)` calls `job(**kwargs)` in K processes joined in a gloo group."""
+    """`run(job, workers=K, ...)` calls `job(**kwargs)` in K processes joined in a gloo group. With
+    `preloaded`, modules that they need, they fork from a process that has imported these, so that
+    they may be killed in every call and cost little."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, preloaded: Sequence[str] = ()) -> None:
+        self._context: Any = multiprocessing.get_context("forkserver" if preloaded else "spawn")
+        if preloaded:
+            self._context.set_forkserver_preload(list(preloaded))
         self._workers: list[tuple[Any, Any]] = []
+        # Has the stores of all calls. A process drops its store when it collects its garbage,
+        # perhaps in a later call, and opens the file once more then; were the folder removed
+        # meanwhile, the process would end, or the removal fail.
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._calls = 0
 
     def run(
         self, job: Callable[..., Any], *, workers: int, timeout: float = 60, **kwargs: Any
@@ -50,13 +59,14 @@ class World:
         timeout = patient(timeout)
         while len(self._workers) < workers:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            for rank in range(workers):
-                call = (job, kwargs, rank, workers, f"{folder}/store", timeout)
-                self._workers[rank][1].send_bytes(pickle.dumps(call))
-            deadline = time.monotonic() + timeout + patient(60)
-            pipes = [pipe for _, pipe in self._workers[:workers]]
-            return [self._collect(pipe, deadline) for pipe in pipes]
+        self._folder = self._folder or tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._calls += 1
+        for rank in range(workers):
+            call = (job, kwargs, rank, workers, f"{self._folder.name}/{self._calls}", timeout)
+            self._workers[rank][1].send_bytes(pickle.dumps(call))
+        deadline = time.monotonic() + timeout + patient(60)
+        pipes = [pipe for _, pipe in self._workers[:workers]]
+        return [self._collect(pipe, deadline) for pipe in pipes]
 
     def close(self) -> None:
         for process, pipe in self._workers:
@@ -64,7 +74,11 @@ class World:
             process.join(timeout=patient(10))
             if process.is_alive():
                 process.kill()
+                process.join()
         self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()

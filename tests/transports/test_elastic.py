@@ -20,7 +20,15 @@ from torch.optim.lr_scheduler import StepLR
 import palsgd
 from palsgd.transports import ProcessGroupTransport
 from palsgd.transports.elastic import __main__ as holder
-from support.elastic import SIZE, AwaitNewcomer, Company, DieAt, members_of_rounds, twin
+from support.elastic import (
+    SIZE,
+    AwaitNewcomer,
+    Company,
+    DieAt,
+    SaveAndDieAt,
+    members_of_rounds,
+    twin,
+)
 from support.patience import patient
 from support.places import ROOT
 
@@ -61,6 +69,55 @@ def test_training_goes_on_without_a_dead_worker_and_with_it_when_it_is_back(comp
     assert len(rounds[-1]) == 3
     expected = twin(first_weights(), rounds, lr=0.7, momentum=0.5)
     np.testing.assert_allclose(living[0]["weights"], expected, rtol=1e-12)
+
+
+# -- saves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_all_its_workers_goes_on_from_the_save_that_one_made_for_all(tmp_path):
+    """Worker 0, which saves for all, dies first; another one saves then."""
+    for fate in ("dies", "goes on"):
+        company = Company()
+        for number in range(3):
+            how = {"load": str(tmp_path)}
+            if fate == "dies":
+                how = {"at": SaveAndDieAt(10 if number == 0 else 13, str(tmp_path))}
+            company.start(number, 3, steps=24, **how)
+        found = company.outcomes()
+        company.close()
+        if fate == "dies":
+            assert found == [None] * 3
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["step-12", "step-8"]
+    expected = twin(
+        first_weights(), [[0, 1, 2]] * 2 + [[1, 2]] + [[0, 1, 2]] * 3, lr=0.7, momentum=0.5
+    )
+    for outcome in found:
+        np.testing.assert_allclose(outcome["weights"], expected, rtol=1e-12)
+        assert outcome["warnings"] == []
+
+
+def elastic_alone(**settings):
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    over = palsgd.ElasticTransport(store=dist.HashStore())
+    return model, palsgd.LocalSGD(model, inner, sync_every=2, transport=over, **settings)
+
+
+def test_workers_that_may_leave_save_right_after_a_sync_and_load_at_the_start(tmp_path):
+    model, opt = elastic_alone()
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        opt.step()
+        if opt.clock == 1:
+            with pytest.raises(RuntimeError, match="cannot save at clock 1"):
+                palsgd.checkpoint.save(tmp_path, model, opt)
+    assert palsgd.checkpoint.save(tmp_path, model, opt) == tmp_path / "step-2"
+    with pytest.raises(ValueError, match="is at clock 2, in the middle of a run"):
+        palsgd.checkpoint.load(tmp_path, model, opt)
+    again, other = elastic_alone()
+    assert palsgd.checkpoint.load(tmp_path, again, other).clock == other.clock == 2
+    assert torch.equal(again.weight, model.weight)
 
 
 # -- the same bits as without ----------------------------------------------------------------------

@@ -3,9 +3,6 @@ whichever group they wait in, and say meanwhile whom they wait for."""
 
 import gc
 import logging
-import os
-import signal
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -17,6 +14,7 @@ import palsgd
 from palsgd.process_groups import timeout_of, twin
 from palsgd.transports import waiting
 from palsgd.transports.json_exchange import gathered
+from support.losses import stall
 from support.patience import patient
 from support.problems import batches, linear
 from support.stepping import sgd, take_step
@@ -39,13 +37,6 @@ def test_groups_that_are_copied_and_those_of_two_levels_have_the_timeout_they_co
 
 
 # -- lost ----------------------------------------------------------------------------------------
-
-
-def stall(seconds):
-    """Stop this process, as a machine that swaps or a dead link would."""
-    pid = os.getpid()
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
-    os.kill(pid, signal.SIGSTOP)
 
 
 def stalled_job(delay, seconds):
@@ -75,7 +66,8 @@ def test_a_stalled_worker_ends_the_others_within_the_timeout(world, delay):
     found = world.run(stalled_job, workers=3, timeout=timeout, delay=delay, seconds=stalled)
     for seconds, message in found[:2]:
         assert seconds < patient(timeout) + 5
-        assert "stalled or lost its link" in message
+        assert "could not exchange with worker 2" in message
+        assert "it left early, stalled or lost its link" in message
 
 
 # -- waited for ----------------------------------------------------------------------------------

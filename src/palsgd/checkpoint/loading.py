@@ -8,7 +8,7 @@ from torch import nn
 
 from palsgd import tensor_files
 from palsgd.checkpoint import stored_tree
-from palsgd.checkpoint.everyone import Everyone
+from palsgd.checkpoint.everyone import everyone_of
 from palsgd.checkpoint.saved_choice import Choice, choose
 from palsgd.checkpoint.saving import TEXT
 from palsgd.checks import warn
@@ -52,7 +52,8 @@ def load(
     in place; every rank calls it. Nothing is deleted.
 
     A save that is damaged, or missing on one of the disks, is passed over on all workers alike, and
-    a warning says so.
+    a warning says so. With an `ElasticTransport` the workers that begin a run load; a newcomer is
+    given the state of the others, and is refused.
 
     Args:
         folder: what `save` was given, or one of the folders that it returned.
@@ -71,6 +72,7 @@ def load(
         ValueError: no save is whole, or it does not fit the model, the settings or the number of
             workers.
         OSError: a disk refuses to be read, and no older save is whole.
+        SyncError: a worker is lost. Nothing was loaded.
 
     Example:
         >>> import tempfile, torch, palsgd
@@ -82,7 +84,9 @@ def load(
         >>> palsgd.checkpoint.load(folder, model, opt).extra
         {'best': 0.5}
     """
-    choice = choose(Path(folder), Everyone(opt), elastic=elastic)
+    _check_may_load(opt)
+    elastic = elastic or opt.transport.elastic
+    choice = choose(Path(folder), everyone_of(opt, "a load"), elastic=elastic)
     for line in filter(None, (choice.passed, choice.said)):
         warn(line)
     contents = _contents(choice, opt)
@@ -101,6 +105,14 @@ def load(
         choice.source,
         contents["extra"],
     )
+
+
+def _check_may_load(opt: LocalOptimizer) -> None:
+    if opt.transport.elastic and opt.clock:
+        raise ValueError(
+            f"worker {opt.transport.worker} is at clock {opt.clock}, in the middle of a run whose "
+            "other workers would not load; load where opt.clock is 0, as newcomers need not"
+        )
 
 
 def _contents(choice: Choice, opt: LocalOptimizer) -> dict[str, Any]:

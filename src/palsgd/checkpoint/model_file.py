@@ -1,6 +1,7 @@
 """The global model alone, as a file that needs no palsgd to be read."""
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from palsgd.optimizer import LocalOptimizer
 from palsgd.replica import unwrapped
 from palsgd.sharding import is_sharded
 from palsgd.tensor_files import SUFFIX
+from palsgd.transports.waiting import waiting_for
 
 
 @torch.no_grad()
@@ -30,6 +32,10 @@ def save_model(folder: str | Path, opt: LocalOptimizer) -> Path:
     Returns:
         The file.
 
+    Raises:
+        OSError: the file cannot be written.
+        SyncError: a worker is lost that has a part of the model.
+
     Example:
         >>> import tempfile, torch, palsgd
         >>> model = torch.nn.Linear(2, 1)
@@ -41,7 +47,9 @@ def save_model(folder: str | Path, opt: LocalOptimizer) -> Path:
     path = Path(folder) / f"model{SUFFIX}"
     with opt.anchor_weights():
         state = unwrapped(opt.model).state_dict()
-        whole = {name: _whole(tensor) for name, tensor in state.items()}
+        inside = opt.transport.inside if opt.transport.sharded else None
+        with nullcontext() if inside is None else waiting_for(inside, "in save_model()"):
+            whole = {name: _whole(tensor) for name, tensor in state.items()}
         if opt.transport.rank_inside == 0:
             _write_model(path, whole, {"format": "pt", "clock": str(opt.clock)})
     return path

@@ -116,7 +116,7 @@ class _Attempt:
     ):
         self._everyone, self._offer, self._elastic = everyone, offer, elastic
         self._worker, self._rank = everyone.rank
-        self._ranks, self._workers = ranks, everyone.transport.workers
+        self._ranks, self._workers = ranks, everyone.workers
         seen = find(folder)
         self._saved = next((each for each in seen if each.manifest.get("id") == offer["id"]), None)
         self._unreadable = {each.path.name: each.why for each in seen if not each.manifest}
@@ -165,9 +165,8 @@ class _Attempt:
         assert self._data is not None
         source = self._source if self._worker in self._joining else self._worker
         joining = self._joining if self._elastic else None
-        return Choice(
-            self._path, self._data, self._offer["workers"], source, passed, joining, self._said()
-        )
+        said = "" if self._everyone.transport.elastic else self._said()
+        return Choice(self._path, self._data, self._offer["workers"], source, passed, joining, said)
 
     # -- files -----------------------------------------------------------------------------------
 

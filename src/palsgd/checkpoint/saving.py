@@ -10,7 +10,7 @@ from torch import nn
 from palsgd import tensor_files
 from palsgd.agreement import versions
 from palsgd.checkpoint import step_folders, stored_tree
-from palsgd.checkpoint.everyone import Everyone
+from palsgd.checkpoint.everyone import everyone_of, speaks_for_all
 from palsgd.checkpoint.step_folders import SCHEMA, find
 from palsgd.checks import check_int
 from palsgd.disk import force, naming
@@ -39,6 +39,10 @@ def save(
     that are there stay as they are. Workers may share `folder` or have one each on disks of their
     own.
 
+    With an `ElasticTransport` the lowest worker saves for all, right after a sync, where all of
+    them have the same global model. The others return the name that its save will have. `folder`
+    must be on a disk that all of them reach.
+
     Args:
         folder: where the saves of this run lie.
         model: the model that `opt` trains.
@@ -55,6 +59,7 @@ def save(
             loaded together.
         OSError: a worker could not write. It is raised on all of them, and names the worker.
         NonFiniteError: the model of a worker has inf or nan, unless `on_nonfinite="skip"`.
+        SyncError: a worker is lost. The saves that are there stay as they are.
 
     Example:
         >>> import tempfile, torch, palsgd
@@ -65,7 +70,10 @@ def save(
         'step-0'
     """
     _check_may_save(opt)
-    keep, folder, everyone = check_int("keep", keep, least=1), Path(folder), Everyone(opt)
+    keep, folder = check_int("keep", keep, least=1), Path(folder)
+    everyone = everyone_of(opt, "a save")
+    if opt.transport.elastic and not speaks_for_all(opt):
+        return folder / step_folders.free_name(opt.clock, set())
     fails = "could not save, so nothing was added to the saves that are there"
     found = everyone.do(lambda: _survey(folder, opt), fails=fails, at=folder)
     plan = _Plan.of(folder, [each for ranks in found for each in ranks])
@@ -75,7 +83,10 @@ def save(
             step_folders.remove(path, plan.identity)
 
     files = everyone.do(
-        lambda: _write(plan.part, model, opt, extra), fails=fails, at=plan.part, undo=undo
+        lambda: _write(plan.part, everyone.rank, model, opt, extra),
+        fails=fails,
+        at=plan.part,
+        undo=undo,
     )
     manifest = plan.manifest(opt, files)
     leads = everyone.do(
@@ -98,6 +109,13 @@ def _check_may_save(opt: LocalOptimizer) -> None:
             f"worker {opt.transport.worker} cannot save at clock {opt.clock}: after "
             f"{opt.gradient_steps} gradient steps some workers are before a sync and others behind "
             "it; save after an iteration at which opt.may_save is True"
+        )
+    worker = opt._worker
+    if opt.transport.elastic and (worker.pending is not None or not worker.course.at_stop):
+        raise RuntimeError(
+            f"worker {opt.transport.worker} cannot save at clock {opt.clock} for workers that may "
+            "leave and come: they are alike only right after a sync, and while none is under way; "
+            "save where opt.synced is True, with delay=0"
         )
 
 
@@ -167,9 +185,11 @@ class _Plan:
         }
 
 
-def _write(part: Path, model: nn.Module, opt: LocalOptimizer, extra: Any) -> dict[str, Any]:
+def _write(
+    part: Path, mine: tuple[int, int], model: nn.Module, opt: LocalOptimizer, extra: Any
+) -> dict[str, Any]:
     """Write the file of this rank. Returns its entry in the manifest."""
-    worker, rank = opt.transport.worker, opt.transport.rank_inside
+    worker, rank = mine
     path = part / f"worker-{worker}" / f"rank-{rank}{SUFFIX}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with opt.training_state():

@@ -23,12 +23,17 @@ from palsgd.outer import OuterFactory
 
 
 def build_optimizer(
-    settings: Settings, steps: int, model: nn.Module, group: ProcessGroup | None = None
+    settings: Settings,
+    steps: int,
+    model: nn.Module,
+    group: ProcessGroup | None = None,
+    transport: palsgd.Transport | None = None,
 ) -> palsgd.LocalOptimizer:
     """The method over its inner optimizer, with the schedule stepped by the clock. `group` has one
-    rank of every worker; None: every rank is a worker."""
+    rank of every worker; None: every rank is a worker, or the `transport` knows."""
     shared: dict[str, Any] = {
         "group": group,
+        "transport": transport,
         "buffers": settings.buffers,
         "max_norm": settings.max_norm,
         "scheduler": partial(LambdaLR, lr_lambda=partial(learning_rate_factor, settings, steps)),

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from palsgd import registry
-from palsgd.cluster import Cluster
 from palsgd.codecs import find_codec
 from palsgd.lab import workloads
 from palsgd.lab.clock_values import Pieces, parse
@@ -101,14 +100,8 @@ class Forecast:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Of the workers, as far as they matter: those that are given, or of the cluster, or
-        equal."""
-        settings = self.settings
-        if settings.worker_speeds is not None:
-            return settings.worker_speeds
-        if settings.draws == "paced" and settings.cluster is not None:
-            return tuple(Cluster.parse(settings.cluster, workers=settings.workers).speeds.tolist())
-        return (1.0,) * settings.workers
+        """Of the workers, as far as they matter: those that are known before a run, or equal."""
+        return self.settings.worker_speeds or (1.0,) * self.settings.workers
 
     def gradients(self, steps: int) -> float:
         """Expected for one worker in this many steps of the local phase; for the fastest, if

@@ -17,19 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import palsgd
 from palsgd import interrupts
 from palsgd.errors import NonFiniteError
 from palsgd.lab.device import worker_device
+from palsgd.lab.elastic_trainer import ElasticTrainer
 from palsgd.lab.folder_lock import locked
 from palsgd.lab.forecast import work_of
 from palsgd.lab.links.link import Link
 from palsgd.lab.links.network import Network
-from palsgd.lab.links.processes import AskedToLeaveError, WorkerError, run_on_loopback
-from palsgd.lab.order import Job, Order, first_failure
+from palsgd.lab.links.processes import (
+    AskedToLeaveError,
+    Finished,
+    WorkerError,
+    run_on_loopback,
+)
+from palsgd.lab.order import GoingOn, Job, Order, failure_of, first_failure, forget_failure
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.timing import record
 from palsgd.lab.timing.measure import can_be_timed, measure
+from palsgd.lab.torchrun import restarted, under_torchrun
 from palsgd.lab.trainer import LeftError, Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
@@ -38,6 +46,7 @@ from palsgd.process_groups import join
 from palsgd.progress import Whole
 from palsgd.transports.json_exchange import gathered
 from palsgd.transports.transport import check_agreement
+from palsgd.transports.waiting import barrier
 
 log = logging.getLogger("palsgd")
 
@@ -54,22 +63,6 @@ class StoppedError(Exception):
         self.code = code
 
 
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-
-
-def restarted() -> bool:
-    """Were these workers started again, after others that failed? Both launchers count in the same
-    variable."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def first_rank() -> bool:
-    """Is this the process that writes and prints for all: rank 0 under torchrun, or the
-    launcher?"""
-    return not under_torchrun() or os.environ["RANK"] == "0"
-
-
 # -- starting ------------------------------------------------------------------------------------
 
 
@@ -82,6 +75,9 @@ def run_jobs(order: Order, *, restarts: int = 0) -> None:
             work(order)
         except LeftError:
             raise StoppedError(EXIT_CODE) from None
+        return
+    if order.going_on is not None:
+        _run_going_on(order, restarts)
         return
     for attempt in itertools.count():
         try:
@@ -112,15 +108,28 @@ def run_over_link(order: Order) -> None:
             raise _FailedError(failed, Path(folder)).as_raised_here() from failed
 
 
-def _start(order: Order, attempt: int) -> None:
+def _run_going_on(order: Order, restarts: int) -> None:
+    """Do the job without workers that die. Each is started again, and joins the others at their
+    next sync, while restarts are left."""
+    (job,) = order.jobs
+    losses = _Losses(job, restarts)
+    try:
+        _start(order, 0, losses)
+    except _FailedError as failed:
+        raise failed.as_raised_here() from failed
+    losses.tell()
+
+
+def _start(order: Order, attempt: int, losses: "_Losses | None" = None) -> None:
     order = order if attempt == 0 else _what_is_left(order)
     with tempfile.TemporaryDirectory() as folder:
         command = _command(order, Path(folder))
         processes = order.jobs[0].settings.processes
+        lost = None if losses is None else functools.partial(losses.again, Path(folder))
         try:
             run_on_loopback(
                 command, processes, echo="all", env=_environment(attempt), leave_s=LEAVE_S,
-                settle_s=SETTLE_S,
+                settle_s=SETTLE_S, lost=lost,
             )  # fmt: skip
         except KeyboardInterrupt:
             raise StoppedError from None
@@ -153,10 +162,40 @@ def _what_is_left(order: Order) -> Order:
     return replace(order, jobs=[job for job in order.jobs if job not in done], whole=whole)
 
 
-class _FailedError(Exception):
-    """A worker failed, and all were ended."""
+class _Losses:
+    """The workers that a run has lost and goes on without."""
 
-    def __init__(self, failed: WorkerError, folder: Path):
+    def __init__(self, job: Job, restarts: int):
+        self._job, self._restarts, self._again = job, restarts, 0
+        self._untold: list[str] = []
+
+    def again(self, folder: Path, finished: Finished) -> bool:
+        """Is this worker started again? A failure that the others have too ends the run, so what is
+        said of it is said at the end."""
+        failed = _FailedError(finished.as_error(), folder, alone=True)
+        if failed.final or finished.returncode == -signal.SIGINT:
+            finished.check()
+        if failed.is_common:
+            self._untold.append(str(failed))
+            return False
+        forget_failure(folder, finished.worker)
+        starts = self._again < self._restarts and not self._job.done
+        self._again += starts
+        then = f"it starts again ({self._again} of {self._restarts}) and joins them at a sync"
+        log.warning("palsgd: %s; the others go on without it%s", failed,
+                    f", and {then}" if starts else "")  # fmt: skip
+        return starts
+
+    def tell(self) -> None:
+        """After a run that others have finished."""
+        for failed in self._untold:
+            log.warning("palsgd: %s; the others went on without it", failed)
+
+
+class _FailedError(Exception):
+    """A worker failed, and all were ended. `alone`: the others were not."""
+
+    def __init__(self, failed: WorkerError, folder: Path, *, alone: bool = False):
         self._failure, rank = None, failed.worker
         code = failed.returncode
         self._left = code in (EXIT_CODE, -signal.SIGTERM)
@@ -168,15 +207,24 @@ class _FailedError(Exception):
             text = f"worker {rank} was asked to leave by SIGTERM"
         else:
             text = f"worker {rank} failed with exit code {code}"
-            if (found := first_failure(folder)) is not None:
+            found = failure_of(folder, rank) if alone else first_failure(folder)
+            if found is not None:
                 rank, self._failure = found
-                text = f"worker {rank} failed: {self._failure.kind}: {self._failure.message}"
+                text = f"{self._failure.kind}: {self._failure.message}"
+                if not self._failure.names_worker:
+                    text = f"worker {rank} failed: {text}"
         super().__init__(text)
 
     @property
     def final(self) -> bool:
         """Would it happen again?"""
         return self._failure is not None and self._failure.refuses_input
+
+    @property
+    def is_common(self) -> bool:
+        """Do the other workers end in the same way? They leave together, and too few are too few
+        for all."""
+        return self._left or (self._failure is not None and self._failure.lost_another)
 
     def as_raised_here(self) -> Exception:
         """As this process raises it: an error about the user's input, or a line on what went wrong.
@@ -202,6 +250,9 @@ def work(order: Order) -> None:
     if not under_torchrun() or int(os.environ["LOCAL_WORLD_SIZE"]) > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     device, backend = _place(order.device)
+    if order.going_on is not None:
+        _go_on(order, order.going_on, device)
+        return
     join(backend, timeout_s=order.timeout_s)
     loaded = functools.lru_cache(maxsize=1)(load)  # the methods of a comparison share their data
     jobs = _as_rank_0_has_them(order.jobs)
@@ -214,6 +265,22 @@ def work(order: Order) -> None:
                 RunFolder(job.folder).write_failure(error)
     # Not after an error: it would close this rank's links before the error is told.
     dist.destroy_process_group()
+
+
+def _go_on(order: Order, how: GoingOn, device: torch.device) -> None:
+    """Run the job with workers that may leave and come, hence without a process group."""
+    (job,) = order.jobs
+    workload = _workload(job, device, load)
+    transport = palsgd.ElasticTransport(
+        min_workers=how.min_workers, deadline=how.deadline_s, timeout=order.timeout_s
+    )
+    folder = RunFolder(job.folder)
+    try:
+        ElasticTrainer(
+            job.settings, workload, folder, transport, resume=job.resume, quiet=job.quiet
+        ).train(order.whole)
+    except NonFiniteError as error:  # all workers raise it
+        folder.write_failure(error)
 
 
 def time_jobs(
@@ -234,7 +301,7 @@ def time_jobs(
         if dist.get_rank() == 0:
             record.add(alike[0].folder.parent, session)
     gc.collect()  # the programs that were timed, and their memory
-    dist.barrier()
+    barrier()
 
 
 def _by(jobs: list[Job], key: Callable[[Job], Any]) -> list[list[Job]]:

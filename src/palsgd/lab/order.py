@@ -45,6 +45,14 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GoingOn:
+    """How a run goes on without workers that die."""
+
+    min_workers: int = 1  # it ends when fewer are left
+    deadline_s: float | None = None  # after which a sync leaves out those who are late
+
+
+@dataclass(frozen=True, kw_only=True)
 class Order:
     """The jobs of a launch, and how they are done."""
 
@@ -53,20 +61,26 @@ class Order:
     whole: Whole | None = None  # what the jobs are part of
     link: str | None = None  # the emulated one between the workers
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
+    going_on: GoingOn | None = None  # None: a run ends with the first worker that dies
 
     def write(self, path: Path, command: list[str]) -> None:
         """`command` is the user's, which config.yaml names."""
-        whole = None if self.whole is None else asdict(self.whole)
         jobs = [replace(job, folder=job.folder.resolve()).as_json() for job in self.jobs]
-        write_json(path, vars(self) | {"jobs": jobs, "whole": whole, "command": command})
+        parts = {name: _as_dict(getattr(self, name)) for name in ("whole", "going_on")}
+        write_json(path, vars(self) | parts | {"jobs": jobs, "command": command})
 
     @classmethod
     def read(cls, path: Path) -> tuple[Self, list[str]]:
         found = json.loads(path.read_text())
         command = found.pop("command")
-        whole = None if found["whole"] is None else Whole(**found["whole"])
         jobs = [Job.read(each) for each in found["jobs"]]
-        return cls(**found | {"jobs": jobs, "whole": whole}), command
+        kinds: dict[str, Any] = {"whole": Whole, "going_on": GoingOn}
+        parts = {name: found[name] and kind(**found[name]) for name, kind in kinds.items()}
+        return cls(**found | parts | {"jobs": jobs}), command
+
+
+def _as_dict(part: Any) -> dict[str, Any] | None:
+    return None if part is None else asdict(part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +110,34 @@ class Failure:
         return self.kind == "SyncError"
 
     @property
+    def names_worker(self) -> bool:
+        """Does its line begin with the worker that it is about? All workers raise an error of a
+        disk, whoever's disk it is, so the one that was first to say so is no news."""
+        return self.message.startswith("worker ")
+
+    @property
     def expected(self) -> bool:
         """Is its line enough, without a traceback?"""
         kind = getattr(builtins, self.kind, RuntimeError)
         return self.refuses_input or issubclass(kind, RuntimeError | OSError)
 
     def write(self, folder: Path) -> None:
-        write_json(folder / f"failure-{os.environ['RANK']}.json", vars(self))
+        write_json(_place(folder, os.environ["RANK"]), vars(self))
+
+
+def failure_of(folder: Path, rank: int) -> tuple[int, Failure] | None:
+    """This rank, and why it failed, unless it had no time to say so."""
+    path = _place(folder, rank)
+    return (rank, Failure(**json.loads(path.read_text()))) if path.exists() else None
+
+
+def forget_failure(folder: Path, rank: int) -> None:
+    """What was said of it is not said again."""
+    _place(folder, rank).unlink(missing_ok=True)
+
+
+def _place(folder: Path, rank: int | str) -> Path:
+    return folder / f"failure-{rank}.json"
 
 
 def first_failure(folder: Path) -> tuple[int, Failure] | None:

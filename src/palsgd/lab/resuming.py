@@ -20,6 +20,7 @@ class Resuming:
     simulate: bool
     elastic: bool  # the number of workers may
     keep_batch: str  # what then stays the same: the batch of a "worker", or the "global" one
+    go_on: bool = False  # it goes on without workers that die
 
 
 def left_to_do(folder: RunFolder, settings: Settings, how: Resuming) -> Settings | None:
@@ -81,6 +82,12 @@ def _check_files(folder: RunFolder, before: Record, settings: Settings) -> None:
 
 
 def _check_settings(folder: RunFolder, before: Record, settings: Settings, how: Resuming) -> None:
+    if bool(before.get("goes_on")) != how.go_on:
+        was = "with" if before.get("goes_on") else "without"
+        raise ValueError(
+            f"{folder.path} was run {was} --go-on, and its checkpoints are of that kind; go on "
+            f"{was} it, use --force to start over, or another --out"
+        )
     wanted = settings.as_dict() | {"simulated": how.simulate}
     for name, in_epochs in IN_EPOCHS:  # what is given in epochs is resolved in the file
         if wanted[in_epochs] and not wanted[name]:

@@ -77,6 +77,11 @@ class RunFolder:
         return sorted(int(match[1]) for match in found if match)
 
     @property
+    def written_at(self) -> float:
+        """When the last line of metrics.jsonl was written, in seconds as time.time() has them."""
+        return (self.path / "metrics.jsonl").stat().st_mtime
+
+    @property
     def in_use(self) -> bool:
         """Does it hold anything of a run?"""
         return any((self.path / name).exists() for name in (*_FILES, _CHECKPOINTS))

@@ -23,22 +23,17 @@ from palsgd.lab.factory import build_optimizer
 from palsgd.lab.folder_lock import NAME as LOCK
 from palsgd.lab.folder_lock import locked
 from palsgd.lab.forecast import work_of
-from palsgd.lab.launcher import (
-    as_started,
-    check_world,
-    first_rank,
-    restarted,
-    run_jobs,
-    under_torchrun,
-)
+from palsgd.lab.going_on import check_going_on
+from palsgd.lab.launcher import as_started, check_world, run_jobs
 from palsgd.lab.methods import method_of
-from palsgd.lab.order import Job, Order
+from palsgd.lab.order import GoingOn, Job, Order
 from palsgd.lab.programs import first_of_each
 from palsgd.lab.resuming import Resuming, left_to_do, was_changed
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import TIMEOUT_S, Settings, parsed
 from palsgd.lab.simulated_program import grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
+from palsgd.lab.torchrun import first_rank, restarted, under_torchrun
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, kind, load
@@ -48,7 +43,9 @@ from palsgd.transports.transport import ambient
 
 log = logging.getLogger("palsgd")
 
-_FLAGS = ("simulate", "download", "force", "resume", "elastic", "quiet", "share_program")
+_FLAGS = (
+    "simulate", "download", "force", "resume", "elastic", "quiet", "share_program", "go_on",
+)  # fmt: skip
 OWN = ("workload", "method")  # settings whose values may be references, with paths in them
 
 
@@ -69,6 +66,9 @@ class Options:
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
     restarts: int = 0  # of all workers, if one of them fails
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
+    go_on: bool = False  # without workers that die, which `restarts` starts again alone
+    min_workers: int | None = None  # with go_on: how many must be left; None: one
+    deadline_s: float | None = None  # with go_on: of a sync, from the first worker's arrival
 
     def __post_init__(self) -> None:
         for name in _FLAGS:
@@ -76,6 +76,10 @@ class Options:
         check_choice("keep_batch", self.keep_batch, ("worker", "global"))
         check_int("restarts", self.restarts)
         check_number("timeout", self.timeout_s, "a number of seconds > 0", low=0.0)
+        if self.min_workers is not None:
+            check_int("min_workers", self.min_workers, least=1)
+        if self.deadline_s is not None:
+            check_number("deadline", self.deadline_s, "a number of seconds > 0", low=0.0)
         if self.data is not None:
             object.__setattr__(self, "data", str(check_path("data", self.data)))
         check_device(self.device)
@@ -180,6 +184,10 @@ def run_all(
 def _check(runs: Sequence[Settings], options: Options) -> None:
     """Refuse what cannot be run here, before anything is written."""
     _check_restarts(options)
+    check_going_on(
+        runs, go_on=options.go_on, simulate=options.simulate, min_workers=options.min_workers,
+        deadline_s=options.deadline_s,
+    )  # fmt: skip
     for settings in runs:
         if under_torchrun():
             check_world(settings)
@@ -200,7 +208,10 @@ def _run_missing(runs: Mapping[str, Settings], out: Path, options: Options) -> d
     """Do the runs that are not done. Returns all of them, as they are done."""
     origins = first_of_each(runs)  # a program is run once, whatever it is called
     how = Resuming(
-        simulate=options.simulate, elastic=options.elastic, keep_batch=options.keep_batch
+        simulate=options.simulate,
+        elastic=options.elastic,
+        keep_batch=options.keep_batch,
+        go_on=options.go_on,
     )
     waiting: dict[str, Settings] = {}
     for name, settings in runs.items():
@@ -279,7 +290,11 @@ def _launch(runs: Mapping[str, Settings], out: Path, options: Options) -> None:
         for name, settings in runs.items()
     ]
     whole = Whole(runs=len(runs), work=work_of(runs.values()))
-    order = Order(jobs=jobs, device=options.device, whole=whole, timeout_s=options.timeout_s)
+    going_on = GoingOn(min_workers=options.min_workers or 1, deadline_s=options.deadline_s)
+    order = Order(
+        jobs=jobs, device=options.device, whole=whole, timeout_s=options.timeout_s,
+        going_on=going_on if options.go_on else None,
+    )  # fmt: skip
     if under_torchrun():  # rank 0 decides which runs are left to do
         run_jobs(order)
         return

@@ -125,18 +125,26 @@ class Settings:
 
     @property
     def worker_speeds(self) -> tuple[float, ...] | None:
-        """The numbers of `speeds`, one for each worker."""
+        """With draws=paced, of each worker: the numbers of `speeds`, or those of the cluster on
+        which a simulation's time is told; None: they are measured."""
         if self.speeds is None:
-            return None
+            return self._cluster_speeds()
         try:
             return tuple(map(float, str(self.speeds).split(":")))
         except ValueError:
             return ()
 
+    def _cluster_speeds(self) -> tuple[float, ...] | None:
+        if self.draws != "paced" or self.cluster is None:
+            return None
+        from palsgd.cluster import Cluster
+
+        return tuple(Cluster.parse(self.cluster, workers=self.workers).speeds.tolist())
+
     def _check_speeds(self) -> None:
-        found = self.worker_speeds
-        if found is None:
+        if self.speeds is None:
             return
+        found = self.worker_speeds or ()
         if len(found) != self.workers or not all(0 < speed < math.inf for speed in found):
             raise ValueError(
                 f"speeds={in_error(self.speeds)} must be {self.workers} numbers > 0, one for each "

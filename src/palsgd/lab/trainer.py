@@ -37,6 +37,7 @@ from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar, Whole
 from palsgd.transports.json_exchange import gathered
+from palsgd.transports.waiting import barrier, waiting_for
 
 log = logging.getLogger("palsgd")
 
@@ -119,7 +120,7 @@ class Trainer:
             first_ranks = spans[:: self.settings.ranks_per_worker]
             self.folder.write_lines(joined(first_ranks), "timeline")
             self._finish()
-        dist.barrier()
+        barrier()
         if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine may have a disk of its own
             shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
 
@@ -190,7 +191,8 @@ class Trainer:
         self._pause()
         if self._warming_up():  # as DDP itself does before its next forward pass
             for buffer in self.net.buffers():
-                dist.broadcast(buffer, src=0)
+                with waiting_for(None):
+                    dist.broadcast(buffer, src=0)
         elif self.settings.buffers == "recompute":
             self._recompute_buffers()
         with self.opt.anchor_weights(), self._loop.autocast():
@@ -239,7 +241,7 @@ class Trainer:
         self._timeline.pause()
 
     def _go_on(self) -> None:
-        dist.barrier()
+        barrier()
         self._resumed_at = time.perf_counter()
         self._timeline.go_on()
 
@@ -427,7 +429,8 @@ def own_files(settings: Settings) -> dict[str, str | None]:
 
 
 def _summed(totals: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(totals)
+    with waiting_for(None):
+        dist.all_reduce(totals)
     return totals
 
 

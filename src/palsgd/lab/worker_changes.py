@@ -1,6 +1,7 @@
 """Changes of the number of workers in a run, as config.yaml and checkpoints record them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -49,6 +50,24 @@ def changes_in(record: Mapping[str, Any]) -> tuple[Change, ...]:
         ) from None
 
 
+def changes_of(lines: Iterable[Mapping[str, Any]], batch_size: int) -> tuple[Change, ...]:
+    """Those of a run whose workers left and came at syncs, from its lines.
+
+    Example:
+        >>> lines = [{"step": step, "gradient_steps": step, "workers": k}
+        ...          for step, k in ((0, 2), (8, 2), (16, 1))]
+        >>> [(change.step, change.workers) for change in changes_of(lines, batch_size=4)]
+        [(8, (2, 1))]
+    """
+    found: list[Change] = []
+    for before, line in pairwise(lines):
+        pair = (int(before["workers"]), int(line["workers"]))
+        if pair[0] != pair[1]:
+            taken, begins = ((int(before["gradient_steps"]),) * count for count in pair)
+            found.append(Change(int(before["step"]), pair, (batch_size,) * 2, taken, begins))
+    return tuple(found)
+
+
 def said_of(change: Change, *, dealt: bool) -> str:
     """In words. `dealt`: are the examples of the epoch under way dealt out anew?"""
     own = _went(*change.batch_size)
@@ -72,10 +91,12 @@ def _went(before: int, now: int) -> str:
 def examples_seen(config: Mapping[str, Any], gradients: np.ndarray) -> np.ndarray:
     """By all workers of a run together, after so many gradients of worker 0."""
     sizes, starts = [], [0]
+    now = int(config.get("workers") or 1), int(config.get("batch_size") or 1)
     for change in changes_in(config):
         sizes.append(change.workers[0] * change.batch_size[0])
         starts.append(change.taken[0])
-    sizes.append(int(config.get("workers") or 1) * int(config.get("batch_size") or 1))
+        now = change.workers[1], change.batch_size[1]
+    sizes.append(now[0] * now[1])
     ends = [*starts[1:], np.inf]
     return sum(
         (size * np.clip(gradients - start, 0, end - start)

@@ -24,20 +24,34 @@ class WorkerLoop:
     """Every rank makes one. A worker has one rank or several, which share its batches and average
     every gradient. `settings` are in steps, not in epochs. Optimizers that share a process group
     compare before each exchange whose it is, which costs a message; programs that are timed beside
-    each other have a group each."""
+    each other have a group each. With a `transport` there is no process group, and every rank is a
+    worker, whose number the transport knows when the optimizer is built."""
 
-    def __init__(self, settings: Settings, workload: Workload, *, own_group: bool = False):
-        self.settings, self.workload = settings, workload
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        *,
+        own_group: bool = False,
+        transport: palsgd.Transport | None = None,
+    ):
+        self.settings, self.workload, self._transport = settings, workload, transport
         self.changes: Changes = ()  # of the number of workers, so far
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.world = settings.workers if transport else dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
         self.net = workload.model().to(workload.device)
         self._own_group: Any = twin(None) if own_group and self.world > 1 else None
         self.model, group = self._wrapped()
-        self.opt: palsgd.LocalOptimizer = build_optimizer(settings, self.steps, self.model, group)
+        self.opt: palsgd.LocalOptimizer = build_optimizer(
+            settings, self.steps, self.model, group, transport
+        )
         torch.manual_seed(settings.seed + self.rank)  # dropout differs between ranks
         self.autocast = low_precision(settings, workload.device)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self._transport is None else self._transport.worker
 
     def _wrapped(self) -> tuple[nn.Module, ProcessGroup | None]:
         """The model that the loop calls, and the group of the optimizer."""
@@ -45,7 +59,7 @@ class WorkerLoop:
             mesh = palsgd.worker_groups(self.settings.ranks_per_worker)
             inside, workers = mesh["inside"].get_group(), mesh["workers"].get_group()
             return DistributedDataParallel(self.net, process_group=inside), workers
-        if self.world == 1:
+        if self.world == 1 or self._transport is not None:
             return self.net, None
         return DistributedDataParallel(self.net, process_group=self._own_group), self._own_group
 

@@ -15,7 +15,7 @@ from palsgd.transports.background import Background
 from palsgd.transports.json_exchange import gathered
 from palsgd.transports.levels import check_group, check_places, copies_inside
 from palsgd.transports.transport import Message, Transport, check_agreement
-from palsgd.transports.waiting import watch_of
+from palsgd.transports.waiting import waiting_for, watch_of
 
 
 class ProcessGroupTransport(Transport):
@@ -39,12 +39,17 @@ class ProcessGroupTransport(Transport):
         self._flying: WeakKeyDictionary[Message, Future[int]] = WeakKeyDictionary()
         self._watch = watch_of(group)
         self._watch.names = [f"worker {worker}" for worker in range(self.workers)]
+        self._waited_in = self._watch  # the last time that the training loop waited
 
     @property
     def channel(self) -> Any:
         return self.group or dist.group.WORLD
 
+    def lost(self) -> list[str]:
+        return self._waited_in.lost()
+
     def exchange(self, message: Message) -> int:
+        self._waited_in = self._watch
         with self._watch.waiting():
             return self._exchange(message)
 
@@ -117,19 +122,22 @@ class ProcessGroupTransport(Transport):
 
     def finish(self, message: Message) -> int:
         assert self._behind is not None
-        with self._behind._watch.waiting():
+        self._waited_in = self._behind._watch
+        with self._waited_in.waiting():
             return self._flying[message].result()
 
     def gather_inside(self, row: Tensor) -> Tensor:
         if self.inside is None:
             return row[None]
         rows = row.new_empty(dist.get_world_size(self.inside), len(row))
-        dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self.inside)
+        with waiting_for(self.inside):
+            dist.all_gather_into_tensor(rows.view(-1), row.contiguous(), group=self.inside)
         return rows
 
     def sum_over_shards(self, values: Tensor) -> None:
         if self.sharded:
-            dist.all_reduce(values, group=self.inside)
+            with waiting_for(self.inside):
+                dist.all_reduce(values, group=self.inside)
 
     def agree(self, settings: dict[str, Any]) -> None:
         # The ranks inside each worker gather first, then the workers, so every rank has the

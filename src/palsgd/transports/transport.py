@@ -167,6 +167,11 @@ class Transport(ABC):
     def settle(self) -> None:  # noqa: B027
         """Agree that all workers have all of an exchange. Here a failed one is an error."""
 
+    def lost(self) -> list[str]:
+        """The workers that did not come to an exchange which has just failed; empty if nobody
+        knows."""
+        return []
+
     @property
     def channel(self) -> Any:
         """What the messages go through. Optimizers with the same channel could take each other's

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from palsgd.process_groups import ranks_of
+from palsgd.transports.lost import is_lost_peer, lost_peer
 
 log = logging.getLogger("palsgd")
 
@@ -38,6 +39,7 @@ class Watch:
         self._own = dist.get_rank(group)
         self._store = _store_of(group)
         self._number = 0  # of exchanges so far
+        self._came = 0.0  # when this rank came to the last one
         self._present: float | None = None  # since when this rank is in the exchange
         self._waiting: float | None = None  # since when the training loop waits for it
         self._event: Any = None  # on a GPU the exchange is over when this is
@@ -47,7 +49,8 @@ class Watch:
     def present(self, values: Tensor | None = None) -> Iterator[None]:
         """Inside, this rank takes part in the next exchange. On a GPU it goes on to do so until
         the device has exchanged the `values`."""
-        self._event, self._present = None, time.monotonic()
+        self._event, self._came = None, time.monotonic()
+        self._present = self._came
         self._number += 1
         try:
             yield
@@ -82,12 +85,28 @@ class Watch:
                 self._said = number
                 self._say(missing, now - waiting)
 
+    @property
+    def own(self) -> str:
+        """The name of this rank."""
+        return self.names[self._own]
+
+    def lost(self) -> list[str]:
+        """The names of those who did not come to the last exchange, which has failed; empty if
+        nobody knows. One of two is always known. Among more, those who waited have noted so, unless
+        all was over within a moment."""
+        others = [name for name in self.names if name != self.own]
+        if len(others) == 1:
+            return others
+        noted = time.monotonic() - self._came > 2 * (NOTED_S + _TICK_S)
+        missing = _answer(lambda: self._missing(self._number)) if noted else None
+        return [self.names[index] for index in missing or []]
+
     def _say(self, missing: list[int] | None, seconds: float) -> None:
         names = ", ".join(self.names[index] for index in missing or [])
         whom = f"not there yet: {names}" if names else "who is not there cannot be told"
         log.warning(
             "palsgd: %s has waited for the others for %.0f s; %s",
-            self.names[self._own], seconds, whom,
+            self.own, seconds, whom,
         )  # fmt: skip
 
     def _note(self, number: int) -> None:
@@ -154,11 +173,33 @@ def watch_of(group: ProcessGroup | None) -> Watch:
 
 
 @contextmanager
-def waiting_for(group: ProcessGroup | None) -> Iterator[None]:
-    """Inside, this rank exchanges with the others of the group and waits for them."""
-    watch = watch_of(group)
-    with watch.present(), watch.waiting():
-        yield
+def waiting_for(group: ProcessGroup | None, at: str = "") -> Iterator[None]:
+    """Inside, this rank exchanges with the others of the group and waits for them.
+
+    Args:
+        group: by default all ranks.
+        at: in what, for the error.
+
+    Raises:
+        SyncError: one of them is lost.
+    """
+    watch, began = watch_of(group), time.monotonic()
+    try:
+        with watch.present(), watch.waiting():
+            yield
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        seconds = time.monotonic() - began
+        raise lost_peer(
+            error, who=watch.own, at=at, missing=watch.lost(), seconds=seconds
+        ) from error
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    with waiting_for(None):
+        dist.barrier()
 
 
 def _look() -> None:

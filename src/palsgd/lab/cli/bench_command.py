@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from palsgd.interrupts import exit_code
 from palsgd.lab.cli.common_options import (
     Changes,
     Data,
@@ -86,7 +87,7 @@ def link(
         typer.echo(f"{reason}. Times are projected from a run over loopback instead.", err=True)
     try:
         result = bench_link.bench(runs, links, out, options)
-    except KeyboardInterrupt:
-        fail(f"stopped; what is done is in {out}", 130)
+    except KeyboardInterrupt as stopped:
+        fail(f"stopped; what is done is in {out}", exit_code(stopped))
     print_parts(bench_link.tables(result))
     typer.echo(f"results: {out}")

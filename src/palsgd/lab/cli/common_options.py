@@ -8,6 +8,7 @@ import typer
 
 from palsgd import references, registry
 from palsgd.lab.settings import Settings, assignments
+from palsgd.lab.torchrun import under_torchrun
 
 Recipe = Annotated[
     str,
@@ -133,6 +134,26 @@ Restarts = Annotated[
         "so many times; under torchrun use its --max-restarts.",
     ),
 ]
+GoOn = Annotated[
+    bool,
+    typer.Option(
+        "--go-on",
+        help="Go on without a worker process that dies; with --restarts it is started again and "
+        "joins the others at a sync.",
+    ),
+]
+MinWorkers = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --go-on: end when fewer workers are left.", show_default="1"),
+]
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        help="With --go-on: seconds from the first worker's arrival at a sync after which it goes "
+        "on without the others.",
+        show_default="none",
+    ),
+]
 Timeout = Annotated[
     float,
     typer.Option(
@@ -155,8 +176,6 @@ def is_elastic(
 ) -> bool:
     """May a run that is resumed get another number of workers? Also where one is given with
     --resume, but not under torchrun, whose command stays the same however many there are."""
-    from palsgd.lab.launcher import under_torchrun
-
     given = workers is not None or "workers" in assignments(changes or [])
     return elastic or (resume and given and not under_torchrun())
 
@@ -192,8 +211,6 @@ def method_names(methods: str | None) -> tuple[str, ...]:
 
 
 def new_folder(name: str, purpose: str = "") -> Path:
-    from palsgd.lab.launcher import under_torchrun
-
     if under_torchrun():
         raise ValueError("under torchrun give --out DIR, the same on every machine")
     return Path("runs") / f"{references.short(name)}{purpose}-{time.strftime('%Y%m%d-%H%M%S')}"

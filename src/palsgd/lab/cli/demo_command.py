@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from palsgd.interrupts import exit_code
 from palsgd.lab.cli.common_options import Force, Out, Quiet, Resume, new_folder
 from palsgd.lab.cli.output import print_table
 from palsgd.lab.cli.running import stop
@@ -41,8 +42,8 @@ def demo(
         reason = run_demo(out, link, Options(quiet=quiet, force=force, resume=resume))
     except StoppedError as stopped:
         stop(out, stopped.code)
-    except KeyboardInterrupt:
-        stop(out)
+    except KeyboardInterrupt as stopped:
+        stop(out, exit_code(stopped))
     shown = None if reason is None else link  # what was emulated is measured
     print_table([out], shown)
     if reason is not None:

@@ -25,6 +25,7 @@ from palsgd.lab.cli.sweep_command import sweep
 from palsgd.lab.cli.theory_command import theory
 from palsgd.lab.cli.train_command import train
 from palsgd.lab.cli.tune_command import tune
+from palsgd.lab.torchrun import under_torchrun
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,15 +42,17 @@ bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measu
 
 
 def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, whose Ctrl-C is caught here: click would print an empty line before ours."""
+    """The command, whose Ctrl-C is caught here: click would print an empty line before ours. So is
+    SIGTERM, except in a worker of torchrun, whose exchanges wait for others while no handler of
+    Python runs."""
 
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> None:
-        with interrupts.awaited():
+        with interrupts.awaited(ending=not under_torchrun()):
             try:
                 command(*args, **options)
-            except KeyboardInterrupt:
-                fail("stopped", 130)
+            except KeyboardInterrupt as stopped:
+                fail("stopped", interrupts.exit_code(stopped))
 
     return run
 

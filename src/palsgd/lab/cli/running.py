@@ -7,8 +7,10 @@ from typing import Any, NoReturn
 
 import typer
 
+from palsgd.interrupts import exit_code
 from palsgd.lab.cli.output import fail, print_table
 from palsgd.lab.settings import Settings
+from palsgd.lab.torchrun import first_rank
 
 
 def run_and_show(
@@ -16,7 +18,7 @@ def run_and_show(
     link: str | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """`link`: what the report and the table project seconds on."""
-    from palsgd.lab.launcher import StoppedError, first_rank
+    from palsgd.lab.launcher import StoppedError
     from palsgd.lab.run_set import FailedRunsError, Options, run_all
 
     failure = None
@@ -24,8 +26,8 @@ def run_and_show(
         run_all(runs, out, Options(**options), swept)
     except StoppedError as stopped:
         stop(out, stopped.code)
-    except KeyboardInterrupt:
-        stop(out)
+    except KeyboardInterrupt as stopped:
+        stop(out, exit_code(stopped))
     except FailedRunsError as error:
         failure = error
     if first_rank():
@@ -44,11 +46,10 @@ def show(out: Path, report: bool, link: str | None = None) -> None:
         typer.echo(f"report: {write_report([out], out / 'report.html', link=link)}")
 
 
-def stop(out: Path, code: int = 130) -> NoReturn:
+def stop(out: Path, code: int) -> NoReturn:
     """After Ctrl-C, or a signal that means the same: say what is in the folder, and how to go
     on."""
     from palsgd.lab.kept import kept
-    from palsgd.lab.launcher import first_rank
 
     if not first_rank():
         sys.exit(code)

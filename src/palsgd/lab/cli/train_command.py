@@ -3,12 +3,15 @@
 from palsgd.lab.cli.common_options import (
     Changes,
     Data,
+    Deadline,
     Device,
     Download,
     Elastic,
     Force,
+    GoOn,
     KeepBatch,
     MethodName,
+    MinWorkers,
     MixProb,
     MixRate,
     OnCluster,
@@ -58,6 +61,9 @@ def train(
     elastic: Elastic = False,
     keep_batch: KeepBatch = "worker",
     restarts: Restarts = 0,
+    go_on: GoOn = False,
+    min_workers: MinWorkers = None,
+    deadline: Deadline = None,
     timeout: Timeout = TIMEOUT_S,
     quiet: Quiet = False,
     report: Report = True,
@@ -77,4 +83,5 @@ def train(
     run_and_show(runs, out or new_folder(recipe), report, simulate=simulate,
          data=data, download=download, device=device, force=force, resume=resume,
          elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
-         keep_batch=keep_batch, quiet=quiet, restarts=restarts, timeout_s=timeout)  # fmt: skip
+         keep_batch=keep_batch, quiet=quiet, restarts=restarts, timeout_s=timeout, go_on=go_on,
+         min_workers=min_workers, deadline_s=deadline)  # fmt: skip

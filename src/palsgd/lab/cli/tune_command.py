@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from palsgd.interrupts import exit_code
 from palsgd.lab.cli.common_options import (
     Changes,
     Data,
@@ -77,8 +78,8 @@ def tune(
         )  # fmt: skip
     except StoppedError as stopped:
         stop(out, stopped.code)
-    except KeyboardInterrupt:
-        stop(out)
+    except KeyboardInterrupt as stopped:
+        stop(out, exit_code(stopped))
     for sentence in found.verdicts:
         typer.echo(sentence)
     typer.echo(f"tuned: {found.path}")

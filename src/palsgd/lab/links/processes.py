@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,12 +32,12 @@ class Finished:
 
     def check(self) -> None:
         if self.returncode:
-            last = self.stderr.strip().splitlines()[-1:] or ["what it said is above, if anything"]
-            raise WorkerError(
-                f"worker {self.worker} failed with exit code {self.returncode}: {last[0]}",
-                self.worker,
-                self.returncode,
-            )
+            raise self.as_error()
+
+    def as_error(self) -> "WorkerError":
+        last = self.stderr.strip().splitlines()[-1:] or ["what it said is above, if anything"]
+        said = f"worker {self.worker} failed with exit code {self.returncode}: {last[0]}"
+        return WorkerError(said, self.worker, self.returncode)
 
 
 class WorkerError(RuntimeError):
@@ -89,27 +89,35 @@ def run_together(
     echo: bool | str = False,
     leave_s: float | None = None,
     settle_s: float = math.inf,
+    lost: Callable[[Finished], bool] | None = None,
 ) -> list[Finished]:
     """Run the command in all workers until all have ended well. If one fails or the time is over,
     all are ended; once one has ended well, the others have `settle_s` seconds. With `echo` the
     first worker's stderr is this process's; with "all" that of all workers, and their stdout. With
     `leave_s`, SIGTERM and SIGHUP to this process ask the workers to leave, which have so many
-    seconds for it."""
+    seconds for it. With `lost` the others go on without a worker that fails, as long as one is
+    left; it is called with that worker, and says whether it is started again."""
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(_asked_to_leave(leave_s))
-        started: list[_Worker] = []
-        for number, (words, env) in enumerate(zip(commands, environments, strict=True)):
+
+        def start(number: int) -> _Worker:
             shown = echo == "all" or (echo is True and number == 0)
             out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             process = subprocess.Popen(
-                words, env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+                commands[number], env=environments[number], cwd=cwd, stdin=subprocess.DEVNULL,
                 stdout=None if echo == "all" else out, stderr=None if shown else err,
                 start_new_session=True,
             )  # fmt: skip
-            started.append(_Worker(number, process, out, err))
-            stack.callback(started[-1].end)
-        _wait(started, timeout, settle_s, asked)
-        return [worker.finished() for worker in started]
+            worker = _Worker(number, process, out, err)
+            stack.callback(worker.end)
+            return worker
+
+        started = [start(number) for number in range(len(commands))]
+        if lost is None:
+            _wait(started, timeout, settle_s, asked)
+        else:
+            _wait_for_one(started, settle_s, asked, lambda each: lost(each) and start(each.worker))
+        return [worker.finished() for worker in started if worker.process.poll() is not None]
 
 
 def run_on_loopback(
@@ -121,6 +129,7 @@ def run_on_loopback(
     env: Mapping[str, str] | None = None,
     leave_s: float | None = None,
     settle_s: float = math.inf,
+    lost: Callable[[Finished], bool] | None = None,
 ) -> list[Finished]:
     """Run the same processes without links, all on this machine's loopback interface."""
     interface = "lo0" if sys.platform == "darwin" else "lo"
@@ -133,7 +142,7 @@ def run_on_loopback(
         ]
         return run_together(
             [tied(command)] * workers, environments, timeout=timeout, echo=echo, leave_s=leave_s,
-            settle_s=settle_s,
+            settle_s=settle_s, lost=lost,
         )  # fmt: skip
 
 
@@ -236,3 +245,29 @@ def _wait(workers: list[_Worker], timeout: float, settle_s: float, asked: _Asked
         time.sleep(0.02)
     if asked.signal is not None and (running or any(each.process.poll() for each in workers)):
         raise AskedToLeaveError(asked.signal)
+
+
+def _wait_for_one(
+    workers: list[_Worker],
+    settle_s: float,
+    asked: _Asked,
+    again: Callable[[Finished], "_Worker | bool"],
+) -> None:
+    """Wait until all workers have ended, of which one must have ended well. `again` is called with
+    one that failed, and starts another in its place, or none."""
+    settled, well, last = math.inf, False, None
+    running = list(workers)
+    while running and not asked.over and time.monotonic() < settled:
+        asked.pass_on(running)
+        for worker in [each for each in running if each.process.poll() is not None]:
+            running.remove(worker)
+            last = worker.finished()
+            if not last.returncode:
+                well, settled = True, min(settled, time.monotonic() + settle_s)
+            elif asked.signal is None and isinstance(other := again(last), _Worker):
+                running.append(other)
+        time.sleep(0.02)
+    if asked.signal is not None and not (well and not running):
+        raise AskedToLeaveError(asked.signal)
+    if not well and last is not None:
+        last.check()

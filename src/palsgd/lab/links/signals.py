@@ -18,8 +18,7 @@ def signals_raise() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    deadly = [number for number in interrupts.ENDING if signal.getsignal(number) is signal.SIG_DFL]
-    with _handled(deadly, leave):
+    with _handled(interrupts.deadly(), leave):
         yield
 
 

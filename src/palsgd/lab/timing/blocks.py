@@ -16,6 +16,7 @@ from palsgd.lab.timeline import ROUNDS, Span, Timeline, joined
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
 from palsgd.transports.json_exchange import gathered
+from palsgd.transports.waiting import barrier, waiting_for
 
 BLOCK_S = 0.2  # about what a block of single steps takes
 LEAST, MOST = 4, 64  # steps of such a block
@@ -59,7 +60,7 @@ class Block(ABC):
 
     def _begin(self) -> float:
         wait_for(self.loop.workload.device)
-        dist.barrier()
+        barrier()
         return time.perf_counter()
 
     def _end(self, began: float) -> float:
@@ -137,7 +138,7 @@ def _begin_together() -> float:
     machine share a clock, and agree on an instant; over a link that is too slow for the head start
     they begin later than that, each when it has heard of it. Processes of several machines begin
     when a barrier opens."""
-    dist.barrier()
+    barrier()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size():
         return 0.0
     zero = max(gathered(time.perf_counter(), read=float)) + HEAD_START_S
@@ -150,5 +151,6 @@ def _slowest(own: float) -> float:
     found = torch.tensor(own, dtype=torch.float64)
     if dist.get_backend() == "nccl":
         found = found.cuda()
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    with waiting_for(None):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
