@@ -14,8 +14,8 @@ import torch
 
 import palsgd
 from palsgd import references
+from palsgd.checkpoint.everyone import speaks_for_all, took_part
 from palsgd.events import Synced
-from palsgd.everyone import speaks_for_all, took_part
 from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.evaluation import evaluated, evaluation_is_due
 from palsgd.lab.factory import learning_rate
