@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support.patience import patient
+from support.warm import server
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class Outcome:
 class World:
     """`run(job, workers=K, ...)` calls `job(**kwargs)` in K processes joined in a gloo group."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+    def __init__(self, *, fresh: bool = False) -> None:
+        """All workers are fresh interpreters, or the first one alone, whose hashes then are others
+        than those of the rest."""
+        self._fresh = fresh
         self._workers: list[tuple[Any, Any]] = []
 
     def run(
@@ -67,8 +70,10 @@ class World:
         self._workers = []
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        fresh = self._fresh or not self._workers
+        context = multiprocessing.get_context("spawn") if fresh else server()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._workers.append((process, ours))
