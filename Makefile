@@ -19,10 +19,11 @@ demo: setup
 demo-picture: setup
 	$(BIN)/palsgd demo --picture docs/report.png
 
-# Files of tests are shared out between two processes; JOBS=0 runs them in one.
+# Files of tests are shared out between two processes, in the order of tests/conftest.py; JOBS=0 runs
+# them in one.
 JOBS ?= 2
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

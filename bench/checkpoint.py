@@ -16,14 +16,21 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import SIZES, add_record_options, gpt_neo_tensors, provenance, save, summary
+from common import (
+    SIZES,
+    add_record_options,
+    in_two_processes,
+    join_the_other,
+    provenance,
+    save,
+    summary,
+    with_gradients,
+)
 
 import palsgd
 
@@ -32,36 +39,13 @@ LR = 1e-3
 
 def measure(args):
     """What both processes found."""
-    context = mp.get_context("fork")  # a forked process has torch already
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        pipes, children = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            given = (theirs, rank, folder, args.model, args.repeats)
-            children.append(context.Process(target=_worker, args=given))
-            children[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        found = [pipe.recv() for pipe in pipes]
-        for child in children:
-            child.join(timeout=60)
-    return found
+        return in_two_processes(_worker, folder, args.model, args.repeats)
 
 
 def _worker(pipe, rank, folder, name, repeats):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(minutes=5),
-    )
-    torch.manual_seed(0)
-    model = gpt_neo_tensors(name, "cpu")
-    torch.manual_seed(1 + rank)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p) * 1e-3
+    join_the_other(rank, folder)
+    model = with_gradients(name, "cpu", rank=rank)
     inner = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     opt = palsgd.DiLoCo(model, inner, sync_every=1, same_data=True)
     pipe.send(_turns(model, opt, Path(folder), repeats))

@@ -11,6 +11,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import shlex
@@ -19,10 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -43,6 +46,43 @@ def gpt_neo_tensors(name: str, device: str) -> nn.ParameterList:
         shapes += [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]  # norm, two linears
     shapes += [(d,), (d,)]
     return nn.ParameterList(torch.randn(shape, device=device) * 0.02 for shape in shapes)
+
+
+def in_two_processes(
+    work: Callable[..., None], folder: str | Path, *given: Any, start: str = "fork"
+) -> list[Any]:
+    """What `work(pipe, rank, folder, *given)` sends from each of two processes."""
+    context = multiprocessing.get_context(start)
+    pipes, children = [], []
+    for rank in range(2):
+        ours, theirs = context.Pipe()
+        children.append(context.Process(target=work, args=(theirs, rank, folder, *given)))
+        children[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    found = [pipe.recv() for pipe in pipes]
+    for child in children:
+        child.join(timeout=60)
+    return found
+
+
+def join_the_other(rank: int, folder: str | Path) -> None:
+    """In one of the two processes: over gloo, by a file in the folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+        timeout=timedelta(minutes=5),
+    )  # fmt: skip
+
+
+def with_gradients(name: str, device: str, *, rank: int) -> nn.ParameterList:
+    """The same tensors in all processes, with gradients of each rank's own."""
+    torch.manual_seed(0)
+    model = gpt_neo_tensors(name, device)
+    torch.manual_seed(1 + rank)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param) * 1e-3
+    return model
 
 
 def mixing_step() -> Callable[[list[torch.Tensor], list[torch.Tensor], float], None]:

@@ -18,12 +18,20 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from common import SIZES, add_record_options, gpt_neo_tensors, provenance, save, settle, summary
+from common import (
+    SIZES,
+    add_record_options,
+    in_two_processes,
+    join_the_other,
+    provenance,
+    save,
+    settle,
+    summary,
+    with_gradients,
+)
 
 import palsgd
 
@@ -52,37 +60,14 @@ def settings(*, tiny):
 def measure(name, given, args):
     """What both processes of a setting found."""
     # A forked process has torch already. CUDA cannot be used in one.
-    context = mp.get_context("spawn" if args.device == "cuda" else "fork")
+    start = "spawn" if args.device == "cuda" else "fork"
     with tempfile.TemporaryDirectory() as folder:
-        pipes, children = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            given_to = (theirs, rank, f"{folder}/store", name, given, args.model, args.device)
-            child = context.Process(target=_worker, args=given_to)
-            child.start()
-            theirs.close()
-            pipes.append(ours)
-            children.append(child)
-        found = [pipe.recv() for pipe in pipes]
-        for child in children:
-            child.join(timeout=60)
-    return found
+        return in_two_processes(_worker, folder, name, given, args.model, args.device, start=start)
 
 
-def _worker(pipe, rank, store, name, given, model_name, device):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(minutes=5),
-    )
-    torch.manual_seed(0)
-    model = gpt_neo_tensors(model_name, device)
-    torch.manual_seed(1 + rank)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p) * 1e-3
+def _worker(pipe, rank, folder, name, given, model_name, device):
+    join_the_other(rank, folder)
+    model = with_gradients(model_name, device, rank=rank)
     inner = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     opt = inner if name == BARE else palsgd.DiLoCo(model, inner, sync_every=H, **given)
     elements = sum(p.numel() for p in model.parameters())

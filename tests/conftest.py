@@ -37,9 +37,38 @@ SLOW_FILES = {
 }
 
 
+# The files that take longest begin first, so that none is left over for one process at the end.
+LONGEST = (
+    "test_benches.py",
+    "test_lab.py",
+    "test_restarts.py",
+    "test_faults.py",
+    "test_links.py",
+    "test_demo.py",
+    "test_elastic.py",
+    "test_ranks_per_worker.py",
+    "test_example.py",
+    "test_every_method.py",
+    "test_two_levels.py",
+    "test_sharding.py",
+    "test_sync.py",
+    "test_timeouts.py",
+    "test_timing.py",
+    "test_cifar10.py",
+    "test_interrupts.py",
+    "test_simulations_survive.py",
+    "test_fuzz.py",
+)
+
+
+def _place(item):
+    return LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
     """The limit for each test follows PALSGD_TEST_PATIENCE as the limits inside tests do."""
+    items.sort(key=_place)
     for item in items:
         if item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)

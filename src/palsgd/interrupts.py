@@ -23,8 +23,10 @@ _awaited = False  # would somebody catch KeyboardInterrupt?
 
 
 def install() -> None:
-    """From now on Ctrl-C ends this process quietly."""
-    signal.signal(signal.SIGINT, _stop)
+    """From now on Ctrl-C ends this process quietly, unless it was started to ignore it, as a
+    background job of a script is."""
+    if not _ignored():
+        signal.signal(signal.SIGINT, _stop)
 
 
 def handled_here() -> bool:
@@ -75,8 +77,10 @@ def deadly() -> list[signal.Signals]:
 
 
 def leave_to_parent() -> None:
-    """In a worker process: Ctrl-C, which may reach it too, ends it without a word."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """In a worker process: Ctrl-C, which may reach it too, ends it without a word. One that is
+    ignored stays so."""
+    if not _ignored():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_with_parent() -> None:
@@ -87,6 +91,10 @@ def end_with_parent() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _ignored() -> bool:
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -2,13 +2,14 @@
 
 import importlib.machinery
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parent.parent.parent / "bench"
+from support.commands import ran
+from support.places import BENCH
+
 NOT_BENCHMARKS = ("common", "tables")  # what the scripts share; test_tables.py is about the other
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
@@ -112,15 +113,14 @@ FIGURES = {
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_runs_tiny_and_finds_its_untimed_figures(script, tmp_path):
     out = tmp_path / "record.json"
-    command = [sys.executable, str(BENCH / f"{script}.py"), "--tiny", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-2000:]
+    said = ran(BENCH / f"{script}.py", "--tiny", "--out", out, timeout=280)
+    assert said.code == 0, said.err[-2000:]
     record = json.loads(out.read_text())
     assert record["tiny"] is True
     assert script in FIGURES, f"add to FIGURES what {script}.py --tiny finds: {record['untimed']}"
     assert record["untimed"] == FIGURES[script]
     check_origin(record, script)
-    check_summary(record, done.stdout.splitlines()[-1])
+    check_summary(record, said.out.splitlines()[-1])
 
 
 def check_origin(record, script):

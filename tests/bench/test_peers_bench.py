@@ -65,8 +65,17 @@ def test_peers_that_are_installed_have_one_version_each(bench):
 def test_nothing_is_installed_for_contenders_that_need_nothing(bench, monkeypatch, tmp_path):
     import installing
 
-    monkeypatch.setattr(installing.subprocess, "run", None)  # a call would raise
+    commands = []
+
+    def run(command, **how):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(installing.subprocess, "run", run)
     installing.install([], tmp_path)
+    assert commands == []
+    installing.install(["torchft"], tmp_path)
+    assert len(commands) == 1  # one that can be imported is looked for, and not installed
 
 
 def test_settings_are_chosen_on_other_stories_and_another_seed_than_figures_are_of(bench):

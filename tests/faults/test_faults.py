@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,7 @@ from faults.damage import newest
 from faults.fault import KINDS, PAIRS, Fault, seed_of
 from faults.scenario import Run
 from faults.trial import BAD, _Trial
-from support.commands import environment
-from support.patience import patient
+from support.commands import Said, ran
 
 FAULTS = Path(__file__).parent
 GO_ON = [
@@ -51,19 +48,16 @@ END = [
 ]
 
 
-def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FAULTS / f"{name}.py"), *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=patient(280), env=environment()
-    )
+def script(name: str, *words: object) -> Said:
+    return ran(FAULTS / f"{name}.py", *words, timeout=280)
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """By kind and scenario: the record of each fault, all from one process."""
     out = tmp_path_factory.mktemp("chaos") / "record.json"
-    done = script("chaos", "--out", out, "--only", *(seed_of(*pair) for pair in GO_ON + END))
-    assert out.exists(), done.stderr
+    said = script("chaos", "--out", out, "--only", *(seed_of(*pair) for pair in GO_ON + END))
+    assert out.exists(), said.err
     found = json.loads(out.read_text())
     assert found["machine"]["cores"] == os.cpu_count()
     return {(each["fault"]["kind"], each["fault"]["scenario"]): each for each in found["faults"]}
@@ -202,8 +196,8 @@ def test_the_newest_save_is_the_one_with_the_highest_step(tmp_path):
 @pytest.mark.slow
 def test_a_soak_survives_its_faults_and_samples_what_may_grow(tmp_path):
     out = tmp_path / "soak.json"
-    done = script("soak", "--minutes", 0.35, "--every", 3, "--ends", 2, "--out", out)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = script("soak", "--minutes", 0.35, "--every", 3, "--ends", 2, "--out", out)
+    assert said.code == 0, said.out + said.err
     found = json.loads(out.read_text())
     assert found["faults"] >= 3
     assert found["starts"] >= 2

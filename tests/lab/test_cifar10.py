@@ -2,15 +2,12 @@
 
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from palsgd.lab.data import cifar10
-from support.commands import records
-from support.patience import patient
+from support.commands import apart, records
 from support.pictures import write_original
 from support.places import SHARED
 
@@ -54,21 +51,18 @@ def test_a_corrupt_file_is_named(tmp_path):
 
 
 def study(*arguments):
-    command = [sys.executable, "-m", "palsgd", "sweep", "cifar10-cnn", *arguments, "--simulate"]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=patient(200), check=False
-    )
+    return apart("sweep", "cifar10-cnn", *arguments, "--simulate", timeout=200)
 
 
 @pytest.mark.slow
 @needs_mini
 def test_the_small_cnn_study_starts_with_one_command(tmp_path):
-    done = study(
+    said = study(
         "workers=2,4", "method=ddp,palsgd", "epochs=1", "batch_size=100", "evaluate_every=100",
-        "sync_every=4", "--data", str(MINI), "--device", "cpu", "--no-report",
-        "--out", str(tmp_path / "study"),
+        "sync_every=4", "--data", MINI, "--device", "cpu", "--no-report",
+        "--out", tmp_path / "study",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert said.code == 0, said.err
     rows = records(tmp_path / "study")
     assert len(rows) == 4
     assert [rows[f"workers={k},method=palsgd"]["steps"] for k in (2, 4)] == [10, 5]
@@ -77,6 +71,6 @@ def test_the_small_cnn_study_starts_with_one_command(tmp_path):
 
 @pytest.mark.slow
 def test_the_study_says_in_one_line_that_data_is_missing(tmp_path):
-    done = study("workers=2", "--data", str(tmp_path), "--out", str(tmp_path / "study"))
-    assert done.returncode == 2
-    assert "no CIFAR-10 in" in done.stderr.splitlines()[-1]
+    said = study("workers=2", "--data", tmp_path, "--out", tmp_path / "study")
+    assert said.code == 2
+    assert "no CIFAR-10 in" in said.err.splitlines()[-1]

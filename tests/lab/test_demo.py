@@ -303,14 +303,14 @@ def check_twins(twins):
 def test_a_demo_that_is_forced_is_timed_and_trained_anew_and_a_resumed_one_is_not(tmp_path):
     out = tmp_path / "out"
     quiet = run_set.Options(quiet=True)
-    demo.run_demo(out, "10mbit,5ms", quiet, small())
+    demo.run_demo(out, "10mbit,5ms", quiet, small(seeds=1))
     files = [out / "timing.json", out / "ddp,seed=1,processes" / "metrics.jsonl"]
     before = [path.read_bytes() for path in files]
-    demo.run_demo(out, "10mbit,5ms", replace(quiet, resume=True), small())
+    demo.run_demo(out, "10mbit,5ms", replace(quiet, resume=True), small(seeds=1))
     assert [path.read_bytes() for path in files] == before
     with pytest.raises(ValueError, match="over --link 10mbit,5ms, now it is --link 9mbit; use"):
-        demo.run_demo(out, "9mbit", replace(quiet, resume=True), small())
-    demo.run_demo(out, "10mbit,5ms", replace(quiet, force=True), small())
+        demo.run_demo(out, "9mbit", replace(quiet, resume=True), small(seeds=1))
+    demo.run_demo(out, "10mbit,5ms", replace(quiet, force=True), small(seeds=1))
     for path, text in zip(files, before, strict=True):
         assert path.read_bytes() != text
 
@@ -328,7 +328,8 @@ def offspring() -> list[int]:
 @needs_namespaces
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_once_or_twice_leaves_no_namespace_and_no_process_behind(tmp_path, times):
-    with started("demo", "--quiet", "--link", "10mbit,5ms", "--out", tmp_path / "out") as process:
+    words = ("demo", "--quiet", "--link", "10mbit,5ms", "--out", tmp_path / "out")
+    with started(*words, fresh=True) as process:  # `offspring` looks for its environment
         mine = f"palsgd-{process.pid}-*"
         wait_for(lambda: len(offspring()) > 4, process=process)  # the workers have started
         assert list(NAMESPACES.glob(mine))

@@ -3,11 +3,12 @@ SIGTERM, with exit code 143."""
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
 
-from support.commands import started, wait_for
+from support.commands import environment, interruptible, started, wait_for
 from support.patience import patient
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of its own")
@@ -58,7 +59,7 @@ def stopped(process, number=signal.SIGINT) -> list[str]:
 )
 def test_an_import_that_is_interrupted_ends_in_one_line(module, held, tmp_path, monkeypatch):
     monkeypatch.setenv("HOLD_AT", module)
-    with started(*TRAIN, "--simulate", "--out", tmp_path / "out") as process:
+    with started(*TRAIN, "--simulate", "--out", tmp_path / "out", fresh=True) as process:
         wait_for(held, process=process)
         assert stopped(process) == ["palsgd: stopped"]
 
@@ -67,7 +68,7 @@ def test_an_import_that_is_interrupted_ends_in_one_line(module, held, tmp_path, 
 def test_workers_that_still_import_torch_say_nothing(held, tmp_path, monkeypatch):
     monkeypatch.setenv("HOLD_AT", "torch")
     monkeypatch.setenv("HOLD_CHILD", "yes")
-    with started(*TRAIN, "--out", tmp_path / "out") as process:
+    with started(*TRAIN, "--out", tmp_path / "out", fresh=True) as process:
         wait_for(lambda: len(held()) == 2, process=process)
         said = stopped(process)
     assert len(said) == 1, said
@@ -100,3 +101,17 @@ def test_training_that_is_interrupted_says_how_to_go_on(command, number, tmp_pat
         (line,) = stopped(process, number)
     assert line.startswith("palsgd: stopped; ")
     assert "--resume" in line
+
+
+@pytest.mark.parametrize(("trap", "code"), [("trap '' INT; ", 0), ("", 130)])
+def test_a_command_and_its_workers_ignore_ctrl_c_if_they_were_started_so(trap, code):
+    """As a shell starts the background jobs of a script."""
+    for role, ended in (("install", code), ("leave_to_parent", code and -signal.SIGINT)):
+        program = (
+            f"import os, signal; from palsgd import interrupts; interrupts.{role}(); "
+            "os.kill(os.getpid(), signal.SIGINT)"
+        )
+        shell = ["bash", "-c", trap + 'exec "$@"', "-", sys.executable, "-c", program]
+        with interruptible():
+            done = subprocess.run(shell, env=environment(), timeout=patient(60))
+        assert done.returncode == ended, role

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from palsgd import references
+from palsgd import progress, references
 from palsgd.lab import workloads
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
@@ -91,7 +91,9 @@ def test_a_file_or_module_is_a_workload_for_every_command(line, monkeypatch, tex
 
 
 @pytest.mark.slow
-def test_real_processes_find_a_workload_and_a_method_by_the_settings_alone(line):
+def test_real_processes_find_a_workload_and_a_method_by_the_settings_alone(line, monkeypatch):
+    for name in ("FIRST_AFTER", "LINE_EVERY"):  # the file changes them in this process too
+        monkeypatch.setattr(progress, name, getattr(progress, name))
     eager = (
         "import palsgd.progress\npalsgd.progress.FIRST_AFTER = palsgd.progress.LINE_EVERY = -1\n"
     )

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
 ]
 
-STEPS = 1200
+STEPS = 800
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 WAYS = {"plain": (), "delay": ("compress=int8", "delay=4")}
 
@@ -199,7 +199,7 @@ def test_a_worker_that_is_killed_after_everything_was_done_is_a_warning(tmp_path
     monkeypatch.setenv("PYTHONPATH", path)
     out = tmp_path / "out"
     command = ("train", "digits", "--workers", 2, "--steps", 64, "--no-report", "--out", out)
-    with started(*command, "--quiet") as process:
+    with started(*command, "--quiet", fresh=True) as process:
         wait_for((out / "palsgd" / "summary.json").exists, process=process)
         os.kill(children(process.pid)[1], signal.SIGKILL)
         _, err = process.communicate(timeout=patient(60))

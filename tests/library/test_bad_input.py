@@ -209,14 +209,24 @@ def test_the_largest_mix_rate_that_the_message_names_is_accepted(lr, p):
     message = refused(lambda: build(model, inner, mix_prob=p, mix_rate=1e4), "mix_rate <=")
     largest = float(re.search(r"mix_rate <= ([\d.e+-]+)", message)[1])
     assert largest == pytest.approx(p / lr, rel=1e-4)
-    build(model, inner, mix_prob=p, mix_rate=largest)
+    (beta,) = mixing_weights(model, inner, mix_prob=p, mix_rate=largest)
+    assert beta == pytest.approx(1.0, rel=1e-4)
 
 
-def test_beta_of_exactly_1_and_0_are_legal():
+def mixing_weights(model, inner, **rules):
+    """The weights of all mixing steps of some rounds."""
+    opt, found = build(model, inner, **rules), set()
+    opt.on(palsgd.events.Mixed, lambda event: found.update((event.weight_min, event.weight_max)))
+    for _ in palsgd.until([0], opt, steps=200):
+        step(model, opt)
+    return found
+
+
+@pytest.mark.parametrize(("mix_rate", "beta"), [(25.0, 1.0), (0.0, 0.0)])
+def test_beta_of_exactly_1_and_0_are_legal(mix_rate, beta):
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    build(model, inner, mix_prob=0.025, mix_rate=25.0)
-    build(model, inner, mix_prob=0.025, mix_rate=0.0)
+    assert mixing_weights(model, inner, mix_prob=0.025, mix_rate=mix_rate) == {beta}
 
 
 def test_a_beta_that_a_schedule_drives_above_1_is_refused_at_construction():

@@ -18,7 +18,7 @@ from support.problems import (
     mse,
     regression_gradient,
     regression_start,
-    train,
+    trained,
     vector,
 )
 from support.stepping import sgd, take_step
@@ -34,9 +34,7 @@ def build(model, **rules):
 
 
 def worker_job(**rules):
-    model = linear()
-    opt = build(model, **rules)
-    train(model, opt, batches(), STEPS)
+    model, opt = trained(build, STEPS, **rules)
     return vector(model), global_vector(model, opt)
 
 

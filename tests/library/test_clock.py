@@ -313,8 +313,13 @@ def test_beta_below_zero_is_refused():
 
 
 @pytest.mark.usefixtures("alone")
-def test_without_mixing_steps_no_mix_rate_is_refused():
-    build(mix_prob=0.0, mix_rate=1e9)
+def test_without_mixing_steps_no_mix_rate_is_refused_or_changes_anything():
+    found = []
+    for mix_rate in (1e9, 1.0):
+        model, opt = build(mix_prob=0.0, mix_rate=mix_rate)
+        train(model, opt, batches(), 20)
+        found.append(vector(model))
+    np.testing.assert_array_equal(*found)
 
 
 # -- schedules -------------------------------------------------------------------------------------

@@ -22,13 +22,12 @@ pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="signals of its own"),
 ]
 
-PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "palsgd.checkpoint", "support.checkpoints")
 TIMEOUT = 4  # of an exchange; longer than those who wait take to note that they do
 
 
 @pytest.fixture(scope="module")
 def brittle_world():
-    world = World(PRELOADED)
+    world = World(fresh=False)
     yield world
     world.close()
 

@@ -23,6 +23,7 @@ from support.problems import (
     regression_gradient,
     regression_start,
     train,
+    trained,
     vector,
 )
 from support.reference import algorithm1
@@ -37,9 +38,7 @@ def build(model, inner="momentum", outer="nesterov", **changes):
 
 
 def job(steps, **changes):
-    model = linear()
-    opt = build(model, **changes)
-    train(model, opt, batches(), steps)
+    model, opt = trained(build, steps, **changes)
     return global_vector(model, opt), opt.ledger
 
 

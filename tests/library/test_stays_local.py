@@ -374,6 +374,11 @@ def simulated(data=0, workers=3, vectorize=False, model=linear, steps=12, **rule
     )
 
 
+def clocks(result):
+    """Of all exchanges: a run that is ended has fewer."""
+    return [entry["clock"] for entry in result.history]
+
+
 @pytest.mark.parametrize("vectorize", [False, True])
 @pytest.mark.parametrize("rules", [{}, dict(fragments=2), dict(delay=2), dict(compress="int8")])
 def test_the_same_data_on_all_workers_is_told_at_the_first_sync(rules, vectorize):
@@ -386,7 +391,9 @@ def test_the_same_data_on_all_workers_is_told_at_the_first_sync(rules, vectorize
 
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_same_data_goes_on_where_it_is_meant(vectorize):
-    simulated(same_data=True, vectorize=vectorize)
+    found = simulated(same_data=True, vectorize=vectorize, mix_prob=0.0)
+    assert clocks(found) == [6, 12]
+    assert len({distance for entry in found.history for distance in entry["distance"]}) == 2
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
@@ -402,13 +409,18 @@ def late(worker):
 
 
 def test_one_worker_has_nobody_to_compare_with():
-    simulated(workers=1)
+    assert clocks(simulated(workers=1)) == [6, 12]
 
 
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_workers_with_data_of_their_own_are_told_nothing(vectorize):
-    for rules in ({}, dict(fragments=2), dict(delay=2), dict(mix_prob=0.0)):
-        simulated(data=None, vectorize=vectorize, **rules)
+    for rules, wanted in (
+        ({}, [6, 12]),
+        (dict(fragments=2), [3, 6, 9, 12]),
+        (dict(delay=2), [8, 12]),
+        (dict(mix_prob=0.0), [6, 12]),
+    ):
+        assert clocks(simulated(data=None, vectorize=vectorize, **rules)) == wanted, rules
 
 
 def standing(model):
@@ -418,7 +430,8 @@ def standing(model):
 
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_models_that_did_not_move_are_told_nothing(vectorize):
-    simulated(data=None, inner=standing, mix_prob=0.0, vectorize=vectorize)
+    found = simulated(data=None, inner=standing, mix_prob=0.0, vectorize=vectorize)
+    assert [entry["distance"] for entry in found.history] == [[0.0] * 3] * 2
 
 
 def halves_job(lr):
@@ -448,7 +461,8 @@ class Flat(nn.Module):
 
 
 def test_gradients_of_zero_are_told_nothing():
-    simulated(model=Flat, mix_prob=0.0)
+    found = simulated(model=Flat, mix_prob=0.0)
+    assert [entry["distance"] for entry in found.history] == [[0.0] * 3] * 2
 
 
 def test_a_setting_that_differs_between_workers_is_named(world):

@@ -18,6 +18,7 @@ from palsgd.lab import cli
 from palsgd.lab.run_folder import RunFolder
 from support.patience import patient
 from support.places import SOURCE
+from support.warm import WarmProcess
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def started(*words, module: str = "palsgd", before: tuple[str, ...] = ()):
-    """`python -m MODULE WORDS` in a process group of its own, which is gone afterwards."""
-    command = [*before, sys.executable, "-m", module, *map(str, words)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), start_new_session=True,
-    )  # fmt: skip
+def running(*program, fresh: bool = False, before: tuple[str, ...] = ()):
+    """`python PROGRAM` in a process group of its own, which is gone afterwards. Tests about the
+    start of an interpreter need a fresh one; others have one that has imported torch."""
+    words = list(map(str, program))
+    if fresh or before or sys.platform != "linux":
+        process = _executed([*before, sys.executable, *words])
+    else:
+        process = WarmProcess(words, environment())
     try:
         yield process
     finally:
@@ -68,10 +70,40 @@ def started(*words, module: str = "palsgd", before: tuple[str, ...] = ()):
         process.communicate(timeout=patient(30))
 
 
-def apart(*words, timeout: float = 120, **how) -> Said:
-    with started(*words, **how) as process:
+def _executed(command: list[str]) -> subprocess.Popen[str]:
+    with interruptible():
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, env=environment(), start_new_session=True,
+        )  # fmt: skip
+
+
+@contextmanager
+def interruptible():
+    """Ctrl-C ends processes that are started inside, also where the tests themselves ignore it, as
+    those of a background job do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def started(*words, module: str = "palsgd", **how):
+    """`python -m MODULE WORDS`, while the test goes on."""
+    return running("-m", module, *words, **how)
+
+
+def ran(*program, timeout: float = 120, **how) -> Said:
+    """`python PROGRAM`, until it has ended."""
+    with running(*program, **how) as process:
         out, err = process.communicate(timeout=patient(timeout))
     return Said(process.returncode, out, err)
+
+
+def apart(*words, module: str = "palsgd", **how) -> Said:
+    """`python -m MODULE WORDS`, until it has ended."""
+    return ran("-m", module, *words, **how)
 
 
 def members(group: int) -> list[int]:

@@ -1,6 +1,5 @@
 """Workers in processes of their own, which may be killed and started again, and their store."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from support.patience import patient
+from support.warm import server
 
 H, LR, SIZE = 4, 0.1, 6
 
@@ -22,11 +22,7 @@ class Company:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._context = multiprocessing.get_context("forkserver")
-        # torch imports _dynamo when the first optimizer is built, which takes seconds
-        self._context.set_forkserver_preload(
-            ["torch._dynamo", "palsgd.optimizer", "support.elastic"]
-        )
+        self._context = server()
         self._all: list[tuple[Any, Any]] = []
 
     def start(self, number: int | None, founders: int, **settings: Any) -> int:

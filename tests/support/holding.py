@@ -1,21 +1,19 @@
 """Processes with a network up, to be ended in every way. They fork from one that has imported all
 that is needed, so that each costs milliseconds."""
 
-import multiprocessing
+import signal
 from contextlib import contextmanager
 
 from palsgd.lab.links import Link, Network
 from support.patience import patient
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["palsgd.lab.links"])
+from support.warm import server
 
 
 @contextmanager
 def holder():
     """One with a network of two workers, which sleep behind delay lines."""
-    ours, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_hold, args=(theirs,), daemon=True)
+    ours, theirs = server().Pipe()
+    process = server().Process(target=_hold, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -28,6 +26,7 @@ def holder():
 
 
 def _hold(pipe) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a background job's tests
     with Network(2, Link("1mbit", delay_ms=5.0)) as network:
         pipe.send("up")
         network.run(["sleep", "600"])

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 
@@ -10,10 +11,13 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stall(seconds: float) -> None:
-    """Stop this process, as a machine that swaps or a dead link would."""
+def stall(seconds: float, *until: Path) -> None:
+    """Stop this process, as a machine that swaps or a dead link would, for so many seconds, or
+    until these files are there."""
     pid = os.getpid()
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {pid}"])
+    there = " && ".join(f"[ -e {path} ]" for path in until) or "false"
+    wait = f"for i in $(seq {round(10 * seconds)}); do {there} && break; sleep 0.1; done"
+    subprocess.Popen(["sh", "-c", f"{wait}; kill -CONT {pid}"])
     os.kill(pid, signal.SIGSTOP)
 
 

@@ -43,7 +43,7 @@ def needs_namespaces(test: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def world_alone() -> Iterator[World]:
     """Worker processes whose only network is a loopback of their own."""
-    world = World()
+    world = World(fresh=True)
     with _another_network():
         world.run(bytes_so_far, workers=2)  # the processes start here, and stay in this network
     try:

@@ -63,6 +63,14 @@ def train(model, opt, data, steps, on_step=None):
             on_step()
 
 
+def trained(build, steps, **rules):
+    """The model of least squares, and the optimizer `build(model, **rules)` that has trained it."""
+    model = linear()
+    opt = build(model, **rules)
+    train(model, opt, batches(), steps)
+    return model, opt
+
+
 def vector(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).double().numpy()
 

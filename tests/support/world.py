@@ -7,13 +7,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from support.patience import patient
+from support.warm import server
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,13 @@ class Outcome:
 
 
 class World:
-    """`run(job, workers=K, ...)` calls `job(**kwargs)` in K processes joined in a gloo group. With
-    `preloaded`, modules that they need, they fork from a process that has imported these, so that
-    they may be killed in every call and cost little."""
+    """`run(job, workers=K, ...)` calls `job(**kwargs)` in K processes joined in a gloo group."""
 
-    def __init__(self, preloaded: Sequence[str] = ()) -> None:
-        self._context: Any = multiprocessing.get_context("forkserver" if preloaded else "spawn")
-        if preloaded:
-            self._context.set_forkserver_preload(list(preloaded))
+    def __init__(self, *, fresh: bool | None = None) -> None:
+        """`fresh`: are all workers interpreters of their own? None: the first one is, whose hashes
+        then are others than those of the rest. The rest fork from a process that has imported what
+        they need, so that they may be killed in every call and cost little."""
+        self._fresh = fresh
         self._workers: list[tuple[Any, Any]] = []
         # Has the stores of all calls. A process drops its store when it collects its garbage,
         # perhaps in a later call, and opens the file once more then; were the folder removed
@@ -81,8 +81,10 @@ class World:
             self._folder = None
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        fresh = not self._workers if self._fresh is None else self._fresh
+        context = multiprocessing.get_context("spawn") if fresh else server()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._workers.append((process, ours))

@@ -7,9 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import suppress
 from functools import partial
-from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 import palsgd
 from palsgd.transports import ProcessGroupTransport
 from palsgd.transports.elastic import __main__ as holder
+from support.commands import ran
 from support.elastic import (
     SIZE,
     AwaitNewcomer,
@@ -423,17 +422,9 @@ def test_without_a_store_the_error_says_how_to_hold_one(monkeypatch):
 
 @pytest.mark.slow
 def test_the_example_kills_a_worker_and_takes_it_in_again():
-    script = ROOT / "examples" / "elastic.py"
-    with subprocess.Popen(
-        [sys.executable, script], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
-    ) as example:
-        try:
-            out, err = example.communicate(timeout=patient(250))
-        finally:
-            with suppress(ProcessLookupError):  # its workers too
-                os.killpg(example.pid, signal.SIGKILL)
-    assert example.returncode == 0, err
-    lines = out.splitlines()
+    said = ran(ROOT / "examples" / "elastic.py", timeout=250)
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
     assert any("without (0,), 2 workers go on" in line for line in lines)
     assert any("with (0,), there are 3 workers" in line for line in lines)
     assert len({line.split("accuracy ")[1] for line in lines if "accuracy" in line}) == 1

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -39,31 +40,33 @@ def test_groups_that_are_copied_and_those_of_two_levels_have_the_timeout_they_co
 # -- lost ----------------------------------------------------------------------------------------
 
 
-def stalled_job(delay, seconds):
+def stalled_job(delay, seconds, folder):
     """The seconds that the other workers wait for one that stalls within a round, and what they
     are told."""
     model = linear()
     opt = palsgd.DiLoCo(model, sgd(model), sync_every=4, delay=delay)
     for step, batch in enumerate(batches() * 4):
         if step == 6 and dist.get_rank() == 2 and seconds:
-            stall(seconds)
+            stall(seconds, Path(folder) / "0", Path(folder) / "1")
         began = time.monotonic()
         try:
             take_step(model, opt, batch)
         except palsgd.SyncError as error:
-            return time.monotonic() - began, str(error)
+            waited = time.monotonic() - began
+            (Path(folder) / str(dist.get_rank())).touch()
+            return waited, str(error)
     opt.finish()
     return None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_stalled_worker_ends_the_others_within_the_timeout(world, delay):
+def test_a_stalled_worker_ends_the_others_within_the_timeout(world, delay, tmp_path):
     """With a delay they wait in a group of their own, in the background."""
-    timeout = 6
-    stalled = patient(timeout) + 6
-    world.run(stalled_job, workers=3, delay=delay, seconds=0)  # the processes start
-    found = world.run(stalled_job, workers=3, timeout=timeout, delay=delay, seconds=stalled)
+    timeout = 4
+    how = dict(workers=3, delay=delay, folder=str(tmp_path))
+    world.run(stalled_job, seconds=0, **how)  # the processes start
+    found = world.run(stalled_job, timeout=timeout, seconds=patient(timeout) + 6, **how)
     for seconds, message in found[:2]:
         assert seconds < patient(timeout) + 5
         assert "could not exchange with worker 2" in message
