@@ -41,6 +41,7 @@ LAYERS = (
     ("everyone", "leaving", "loop", "optimizer"),
     ("saved_choice",),
     ("checkpoint",),
+    ("integrations",),
     ("cluster",),
     ("simulator",),
     ("theory",),
