@@ -20,7 +20,7 @@ from support.pages import code_blocks, executed, page
 from support.patience import patient
 from support.places import ROOT
 
-pytest.importorskip("lightning", reason="Lightning is not installed")
+pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
@@ -493,7 +493,7 @@ def test_the_lines_of_the_page_make_a_trainer():
 def example(folder):
     """Its accuracy, syncs and bytes."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_lightning.py"), str(folder)],
+        [sys.executable, str(ROOT / "examples" / "with_lightning.py"), str(folder)],
         env=environment(GLOO_SOCKET_IFNAME="lo"), capture_output=True, text=True,
         timeout=patient(200), cwd=folder,
     )  # fmt: skip

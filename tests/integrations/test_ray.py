@@ -7,8 +7,8 @@ import pytest
 from support.pages import code_blocks, executed, section
 from support.places import SOURCE
 
-ray = pytest.importorskip("ray", reason="Ray is not installed")
-pytest.importorskip("ray.train.torch", reason="Ray Train is not installed")
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.train.torch")
 
 pytestmark = [
     pytest.mark.slow,

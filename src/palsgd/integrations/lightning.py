@@ -46,7 +46,8 @@ try:
         from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
-        f"{missing}; palsgd.integrations.lightning needs: pip install lightning", name=missing.name
+        f"{missing}; palsgd.integrations.lightning needs: pip install 'palsgd[integrations]'",
+        name=missing.name,
     ) from None
 
 _KEY = "palsgd"  # in Lightning's checkpoint: where the workers' files lie, beside it

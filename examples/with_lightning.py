@@ -1,6 +1,6 @@
 """A Lightning script with one line replaced: the strategy. Lightning starts the processes itself:
 
-    python examples/train_lightning.py
+    python examples/with_lightning.py
 
 or start it as any Lightning script, with torchrun or Slurm across machines. It goes on from its
 last checkpoint, and after SIGTERM it saves at the next sync and ends.

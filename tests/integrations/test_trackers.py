@@ -27,7 +27,7 @@ def tracked(title, folder, monkeypatch):
 
 
 def test_tensorboard_has_the_figures_of_every_sync(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    pytest.importorskip("tensorboard")
     tracked("TensorBoard", tmp_path, monkeypatch)["writer"].close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -40,7 +40,7 @@ def test_tensorboard_has_the_figures_of_every_sync(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the tracker's own
 def test_weights_and_biases_has_the_figures_of_every_sync(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="Weights & Biases is not installed")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tracked("Weights & Biases", tmp_path, monkeypatch)["run"]
     assert run.summary["syncs"] == 3
@@ -53,7 +53,7 @@ def test_weights_and_biases_has_the_figures_of_every_sync(tmp_path, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the tracker's own
 def test_mlflow_has_the_figures_of_every_sync(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
+    mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     tracked("MLflow", tmp_path, monkeypatch)
     run = mlflow.active_run().info.run_id
