@@ -43,10 +43,10 @@ def test_weights_and_biases_has_the_figures_of_every_sync(tmp_path, monkeypatch)
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tracked("Weights & Biases", tmp_path, monkeypatch)["run"]
-    assert run.summary["syncs"] == 3
-    assert run.step >= 12
-    run.finish()
-    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert run.step == 12
+    run.finish()  # writes what was logged at the last step
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert file.read_bytes().count(b"syncs") >= 3
     assert wandb.run is None
 
 
@@ -54,6 +54,7 @@ def test_weights_and_biases_has_the_figures_of_every_sync(tmp_path, monkeypatch)
 @pytest.mark.filterwarnings("ignore")  # the tracker's own
 def test_mlflow_has_the_figures_of_every_sync(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     tracked("MLflow", tmp_path, monkeypatch)
     run = mlflow.active_run().info.run_id
