@@ -28,7 +28,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 from palsgd.integrations.lightning import LocalStrategy
-from support.lightning_runs import RULES, Batches, Net, Processes, fit, halving, weights
+from support.lightning_runs import RULES, Batches, Net, Processes, fit, falling, weights
 
 pytestmark = pytest.mark.slow
 PAGE = "docs/integrations-lightning.md"
@@ -82,7 +82,7 @@ def same_job(steps, optimizer="PALSGD", *, clip=None, accumulate=1, schedule=Non
     [
         RULES | dict(steps=24),
         RULES | dict(steps=18, clip=0.05, accumulate=2),
-        RULES | dict(steps=18, schedule=halving, delay=1, fragments=2),
+        RULES | dict(steps=18, schedule=falling, delay=1, fragments=2),
         dict(optimizer="DiLoCo", steps=15, sync_every=6, compress="int8"),
         dict(optimizer="FedProx", steps=12, sync_every=6, mu=0.1),
     ],
@@ -119,7 +119,7 @@ def schedule_job(folder):
     """The learning rate and the clock before each batch."""
     clocks = []
     model = Net(
-        halving, hook=lambda module, number: clocks.append(module.trainer.strategy.opt.clock)
+        falling, hook=lambda module, number: clocks.append(module.trainer.strategy.opt.clock)
     )
     monitor = LearningRateMonitor()
     logger = CSVLogger(folder, name=f"worker-{dist.get_rank()}")
@@ -189,7 +189,7 @@ def cut_job(steps):
     return weights(model), opt.clock, opt.gradient_steps, opt.synced
 
 
-@pytest.mark.parametrize("steps", [1, 4, 15, 16, 17])
+@pytest.mark.parametrize("steps", [1, 4, 14, 20, 22])  # the plans are uneven up to each of these
 def test_workers_end_at_the_same_batch_where_max_steps_cuts_a_round_short(world, steps):
     found = world.run(cut_job, workers=2, steps=steps)
     (one, clock, batches, synced), other = found
@@ -254,26 +254,36 @@ def test_the_global_model_is_evaluated_and_saved_and_the_local_one_trains_on(wor
 
 
 class SaveAt(Callback):
+    """Saves within a round, and keeps the local and the global weights of that moment."""
+
     def __init__(self, batch, path):
         self.batch, self.path = batch, path
 
     def on_train_batch_end(self, trainer, pl_module, *rest):
+        opt = trainer.strategy.opt
         if trainer.global_step == self.batch:
-            assert not trainer.strategy.opt.synced
+            assert not opt.synced
             trainer.save_checkpoint(self.path)
+            self.local = weights(pl_module)
+            with opt.anchor_weights():
+                self.whole = weights(pl_module)
 
 
 def resumed_job(folder, **rules):
     path, how = Path(folder) / "middle.ckpt", dict(max_steps=30)
     rules = RULES | rules
-    whole = Net(halving)
+    whole = Net(falling)
     torch.manual_seed(3 + dist.get_rank())
-    fit(whole, strategy=LocalStrategy(**rules), callbacks=[SaveAt(7, path)], **how)
-    again = Net(halving, seed=1)
+    saving = SaveAt(10, path)  # the clocks of the two workers differ there
+    fit(whole, strategy=LocalStrategy(**rules), callbacks=[saving], **how)
+    saved = weights(Net.load_from_checkpoint(path))
+    assert torch.equal(saved, saving.whole)
+    assert not torch.equal(saved, saving.local)
+    again = Net(falling, seed=1)
     torch.manual_seed(99)
     strategy = LocalStrategy(**rules)
     fit(again, strategy=strategy, ckpt_path=path, **how)
-    return weights(whole), weights(again), whole.rates[7:], again.rates, strategy.opt.clock
+    return weights(whole), weights(again), whole.rates[10:], again.rates, strategy.opt.clock
 
 
 @pytest.mark.parametrize("rules", [{}, dict(delay=2, compress="int4")], ids=str)
@@ -442,7 +452,7 @@ class TwoOptimizers(Net):
 class EveryOther(Net):
     def configure_optimizers(self):
         inner = super().configure_optimizers()
-        scheduler = {"scheduler": halving(inner), "interval": "step", "frequency": 2}
+        scheduler = {"scheduler": falling(inner), "interval": "step", "frequency": 2}
         return {"optimizer": inner, "lr_scheduler": scheduler}
 
 
@@ -475,11 +485,22 @@ def test_settings_are_refused_where_the_strategy_is_made():
     with pytest.raises(TypeError, match="did you mean sync_every"):
         LocalStrategy(sync_evry=8)
     with pytest.raises(TypeError, match="configure_optimizers"):
-        LocalStrategy(scheduler=halving)
+        LocalStrategy(scheduler=falling)
     with pytest.raises(ValueError, match=r"is not built as palsgd\.PALSGD is"):
         LocalStrategy(torch.optim.AdamW)
     with pytest.raises(RuntimeError, match="before fit"):
         _ = LocalStrategy().opt
+
+
+def test_a_program_that_uses_the_older_package_gets_a_strategy_of_it():
+    pytest.importorskip("pytorch_lightning")
+    script = (
+        "from pytorch_lightning.strategies import DDPStrategy\n"
+        "from palsgd.integrations.lightning import LocalStrategy\n"
+        "assert issubclass(LocalStrategy, DDPStrategy)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    subprocess.run(command, env=environment(), timeout=patient(200), check=True)
 
 
 # -- the page and the example --------------------------------------------------------------------

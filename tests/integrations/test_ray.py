@@ -57,7 +57,7 @@ def drive(folder):
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(storage_path=f"{folder}/ray", name="run"),
     )
-    found = trainer.fit().metrics
+    found = trainer.fit().return_value
     ray.shutdown()
     shutil.rmtree(short, ignore_errors=True)
     return found
@@ -76,5 +76,5 @@ def test_the_lines_for_ray_train_locally_and_go_on_from_a_save(world, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == found | {"clock": 192, "bytes_sent": 3 * begun}  # one sync in each round
+    assert found == {"clock": 192, "bytes_sent": 3 * begun}  # one sync in each round
     assert (tmp_path / "saves" / "step-192").is_dir()

@@ -11,7 +11,8 @@ import inspect
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -279,11 +280,26 @@ class LocalStrategy(DDPStrategy):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Inside, the model is where it was trained. After fit() Lightning moves it to the CPU,
+        where an exchange over NCCL does not reach it."""
+        module = self.lightning_module
+        assert module is not None
+        moved = module.device != self.root_device
+        if moved:
+            module.to(self.root_device)
+        try:
+            yield
+        finally:
+            if moved:
+                module.cpu()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The global model."""
         if not self._fits:
             return super().lightning_module_state_dict()
-        with self.opt.anchor_weights():
+        with self._on_device(), self.opt.anchor_weights():
             return copy.deepcopy(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -297,12 +313,9 @@ class LocalStrategy(DDPStrategy):
     ) -> None:
         """Save the workers' states first, so that a checkpoint never names what is not there."""
         if self._fits and "optimizer_states" in checkpoint:
-            saved = saves.save(
-                _folder_of(filepath),
-                self.lightning_module,
-                self.opt,
-                extra=_get_random(self.root_device),
-            )
+            folder, random = _folder_of(filepath), _get_random(self.root_device)
+            with self._on_device():
+                saved = saves.save(folder, self.lightning_module, self.opt, extra=random)
             checkpoint[_KEY] = f"{saved.parent.name}/{saved.name}"
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
