@@ -28,7 +28,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 from palsgd.integrations.lightning import LocalStrategy
-from support.lightning_runs import RULES, Batches, Net, Processes, fit, falling, weights
+from support.lightning_runs import RULES, Batches, Net, Processes, falling, fit, weights
 
 pytestmark = pytest.mark.slow
 PAGE = "docs/integrations-lightning.md"
