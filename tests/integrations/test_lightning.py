@@ -1,6 +1,7 @@
 """palsgd under Lightning, in real processes: it trains as the plain loop does, stays local, and
 evaluates, saves and resumes as it should."""
 
+import doctest
 import os
 import re
 import signal
@@ -504,6 +505,11 @@ def test_a_program_that_uses_the_older_package_gets_a_strategy_of_it():
 
 
 # -- the page and the example --------------------------------------------------------------------
+
+
+def test_the_example_of_the_docstring_runs_as_printed():
+    found = doctest.testmod(sys.modules[LocalStrategy.__module__])
+    assert (found.attempted, found.failed) == (3, 0)
 
 
 def test_the_lines_of_the_page_make_a_trainer():
