@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with a palsgd optimizer, between two real processes."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -287,6 +288,24 @@ def test_a_run_resumed_by_trainer_within_a_round_ends_bit_for_bit(world, tmp_pat
         assert {"palsgd", "model.safetensors", "trainer_state.json"} <= set(files)
 
 
+def resumed_at_the_end(folder):
+    with launched():
+        given = dict(save_strategy="steps", save_steps=500)
+        trainer, *_ = trained(folder, **given)
+        last = Path(folder) / f"checkpoint-{trainer.state.global_step}"
+        _, model, opt = trained(folder, resume=str(last), **given)
+    return vector(model), opt.clock, opt.synced
+
+
+def test_a_run_that_is_resumed_at_its_end_ends_synced_too(world, tmp_path):
+    """Trainer takes one iteration before it looks whether there is anything left to do."""
+    found = world.run(resumed_at_the_end, workers=2, folder=tmp_path)
+    for weights, clock, synced in found:
+        np.testing.assert_array_equal(weights, found[0][0])
+        assert 24 < clock < 28
+        assert synced
+
+
 def resumed_wrongly(folder, elsewhere):
     """The output folder has a checkpoint of the same iteration, of another run."""
     given = dict(save_strategy="steps", save_steps=5, max_steps=8)
@@ -471,6 +490,9 @@ def refused(folder, kind):
         callbacks = [LocalTrainingCallback(opt)]
         if kind == "late":
             callbacks.append(Late())
+        if kind == "alone":
+            os.environ |= {"WORLD_SIZE": "1"}
+            del os.environ["LOCAL_RANK"]
         trainer = Trainer(
             model, arguments(folder), train_dataset=data, optimizers=(other, None),
             callbacks=callbacks,
@@ -491,6 +513,7 @@ class Late(TrainerCallback):
         ("draws", "ValueError", "use draws='balanced'"),
         ("other", "ValueError", "give both the same palsgd optimizer"),
         ("stream", "ValueError", "'dispatch_batches': False"),
+        ("alone", "ValueError", "TrainingArguments(use_cpu=True)"),
         ("late", "RuntimeError", "give LocalTrainingCallback last"),
     ],
 )

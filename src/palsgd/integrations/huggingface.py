@@ -98,7 +98,7 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         opt = self.opt
-        _check_loop(opt, optimizer, train_dataloader, state)
+        _check_loop(opt, args, optimizer, train_dataloader, state)
         _stop_counting_tokens(args)
         for wrapper in _wrappers_of(opt.model):
             opt.attach(wrapper)
@@ -154,9 +154,11 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
 
     def _finish(self) -> None:
         """Sync what is not synced. All workers get here in the same iteration."""
-        done = self._finished or self.opt.leaving
-        if not done and not (self._end is not None and self._end.together and self._end.reached()):
-            self.opt.finish()
+        opt, end = self.opt, self._end
+        # A run that is resumed at its end takes one more iteration, as Trainer has it.
+        synced = end is not None and end.together and opt.unsynced_steps == 0
+        if not (self._finished or opt.leaving or synced):
+            opt.finish()
         self._finished = True
 
     # -- files ---------------------------------------------------------------------------------
@@ -220,12 +222,18 @@ def _own_state(passed_by: list[int], opt: Any, state: dict[str, Any]) -> dict[st
     return found
 
 
-def _check_loop(opt: LocalOptimizer, given: Any, loader: Any, state: Any) -> None:
+def _check_loop(opt: LocalOptimizer, args: Any, given: Any, loader: Any, state: Any) -> None:
     used = getattr(given, "optimizer", given)  # inside accelerate's proxy
     if used is not opt:
         raise ValueError(
             f"Trainer trains with another {type(used).__name__} than its LocalTrainingCallback "
             "has; give both the same palsgd optimizer"
+        )
+    if args.world_size < opt.transport.workers:
+        raise ValueError(
+            f"Trainer knows of {args.world_size} process(es) and the optimizer of "
+            f"{opt.transport.workers} workers, so that all would train on the same data; use "
+            "TrainingArguments(use_cpu=True) where there is no GPU"
         )
     if opt._worker.draws_alone:
         raise ValueError(
