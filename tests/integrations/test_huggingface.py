@@ -321,20 +321,25 @@ def test_a_run_that_is_resumed_at_its_end_ends_synced_too(world, tmp_path):
         assert synced
 
 
-def resumed_wrongly(folder, elsewhere):
-    """The output folder has a checkpoint of the same iteration, of another run."""
+def resumed_wrongly(folder, elsewhere, other):
+    """The output folder has a checkpoint of the same iteration, of another run, or none."""
     given = dict(save_strategy="steps", save_steps=5, max_steps=8)
     with launched():
         trained(folder, **given)
-        trained(elsewhere, model=model_of(seed=1), **given)
+        if other:
+            trained(elsewhere, model=model_of(seed=1), **given)
         trained(elsewhere, resume=str(Path(folder) / "checkpoint-5"), **given)
 
 
-def test_the_files_of_another_run_are_refused(world, tmp_path):
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [(True, "of another checkpoint than the model"), (False, "no checkpoint of worker")],
+)
+def test_the_files_of_another_run_are_refused(world, tmp_path, other, said):
     places = dict(folder=tmp_path / "run", elsewhere=tmp_path / "other")
-    for outcome in world.outcomes(resumed_wrongly, workers=2, **places):
+    for outcome in world.outcomes(resumed_wrongly, workers=2, other=other, **places):
         assert outcome.error == "ValueError", outcome.trace
-        assert "of another checkpoint than the model" in outcome.message
+        assert said in outcome.message
         assert "resume_from=" in outcome.message
 
 

@@ -106,9 +106,12 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
         if lr_scheduler is not None and not takes_metric(lr_scheduler):
             scale = dict(steps=state.max_steps, ticks=clock_after(opt, state.max_steps))
             follow_clock(opt, lr_scheduler, **(scale if by_data else {}))
-        self._begin(args, state)
+        if state.global_step:
+            self._resume(args, state)
+        else:
+            self._begin()
         self._end = None if by_data else RunEnd(opt, self._start + args.max_steps)
-        self._finished = False
+        self._finished, self._saved_at = False, -1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if self.opt.leaving:
@@ -154,11 +157,9 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
 
     def _finish(self) -> None:
         """Sync what is not synced. All workers get here in the same iteration."""
-        opt, end = self.opt, self._end
-        # A run that is resumed at its end takes one more iteration, as Trainer has it.
-        synced = end is not None and end.together and opt.unsynced_steps == 0
-        if not (self._finished or opt.leaving or synced):
-            opt.finish()
+        synced = self._end is not None and self._end.synced
+        if not (self._finished or self.opt.leaving or synced):
+            self.opt.finish()
         self._finished = True
 
     # -- files ---------------------------------------------------------------------------------
@@ -177,30 +178,33 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
             checkpoint.save(folder, opt.model, opt, keep=1, extra={"start": self._start})
             self._saved_at = state.global_step
 
-    def _begin(self, args: Any, state: Any) -> None:
-        """Load this worker's own files if Trainer has loaded a checkpoint."""
-        opt = self.opt
-        if state.global_step == 0:
-            if self._passed_by:
-                raise ValueError(
-                    f"worker {opt.transport.worker} was given the state of worker "
-                    f"{self._passed_by[-1]}, which a LocalTrainingCallback does not load, as each "
-                    "worker has its own; use train(resume_from_checkpoint=...)"
-                )
-            self._start = opt.clock
-            return
-        found = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _begin(self) -> None:
+        if self._passed_by:
+            raise ValueError(
+                f"worker {self.opt.transport.worker} was given the state of worker "
+                f"{self._passed_by[-1]}, which a LocalTrainingCallback does not load, as each "
+                "worker has its own; use train(resume_from_checkpoint=...)"
+            )
+        self._start = self.opt.clock
+
+    def _resume(self, args: Any, state: Any) -> None:
+        """Load this worker's own files, as Trainer has loaded the rest of a checkpoint."""
+        opt, found = self.opt, Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder = Path(self._resume_from or found) / FOLDER
+        remedy = "give LocalTrainingCallback(opt, resume_from=...) the same folder as train()"
         shown = [p.detach().clone() for p in _parameters(opt)]
-        loaded = checkpoint.load(folder, opt.model, opt)
+        try:
+            loaded = checkpoint.load(folder, opt.model, opt)
+        except ValueError as error:
+            raise ValueError(f"{error} ({remedy}, if it is another one)") from None
         self._passed_by.clear()
-        self._start, self._saved_at = loaded.extra["start"], state.global_step
+        self._start = loaded.extra["start"]
         with opt.anchor_weights():
             same = all(map(torch.equal, shown, _parameters(opt)))
         if not same:
             raise ValueError(
-                f"{folder} is of another checkpoint than the model that Trainer has loaded; give "
-                "LocalTrainingCallback(opt, resume_from=...) the same folder as train()"
+                f"{folder} is of another checkpoint than the model that Trainer has loaded; "
+                f"{remedy}"
             )
 
 
