@@ -31,7 +31,9 @@ def newest() -> Path | None:
 def main() -> None:
     # The order of examples follows from the seed and the pass over the data.
     config = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=config)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=config
+    )
     set_seed(0)  # every worker starts from the same weights
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)

@@ -40,10 +40,14 @@ def main() -> None:
         save_steps=64,
         save_total_limit=2,
         average_tokens_across_devices=False,  # a number per step over the link
+        use_cpu=not torch.cuda.is_available(),
         report_to="none",
     )
     torch.manual_seed(0)  # every worker starts from the same weights
-    config = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2)
+    config = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2,
+        bos_token_id=None, eos_token_id=None, loss_type="ForCausalLMLoss",
+    )  # fmt: skip
     model = GPT2LMHeadModel(config).to(args.device)
     inner = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     opt = palsgd.PALSGD(model, inner, sync_every=16)

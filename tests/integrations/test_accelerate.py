@@ -1,5 +1,6 @@
 """accelerate with a palsgd optimizer, between two real processes."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -315,8 +316,13 @@ def test_a_loader_that_sends_every_batch_is_refused(world):
         assert "dispatch_batches=False" in outcome.message
 
 
-def test_an_accelerator_that_shards_the_model_is_refused():
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(DistributedType.FSDP, "shards the model"), (DistributedType.NO, "Accelerator(cpu=True)")],
+)
+def test_accelerators_that_do_not_leave_each_process_its_model_are_refused(monkeypatch, kind, said):
     net = network()
-    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    with pytest.raises(ValueError, match="shards the model"):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    accelerator = SimpleNamespace(distributed_type=kind, num_processes=1)
+    with pytest.raises(ValueError, match=re.escape(said)):
         prepare(accelerator, net, adamw(net))

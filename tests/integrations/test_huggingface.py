@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with a palsgd optimizer, between two real processes."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -191,19 +192,34 @@ def test_a_run_that_ends_within_a_round_ends_synced_after_equally_many_iteration
     assert found[0][3] == before + plan[: steps % 8].count(False)
 
 
+class Rates(TrainerCallback):
+    """Notes the learning rate at every clock that an iteration ends with."""
+
+    def __init__(self, opt):
+        self.opt, self.found = opt, {}
+
+    def on_step_end(self, *args, **kwargs):
+        self.found[self.opt.clock] = self.opt.param_groups[0]["lr"]
+
+
 def by_data(folder):
     with launched():
-        _, model, opt = trained(folder, max_steps=-1, num_train_epochs=3)
-        return vector(model), opt.gradient_steps, opt.clock, opt.synced, opt.param_groups[0]["lr"]
+        model = model_of()
+        opt = optimizer(model)
+        rates = Rates(opt)
+        trainer_of(folder, model, opt, rates, max_steps=-1, num_train_epochs=3).train()
+    return vector(model), opt.gradient_steps, opt.synced, rates.found
 
 
 def test_epochs_are_whole_passes_and_the_schedule_ends_with_them(world, tmp_path):
+    """40 examples, two workers and batches of two are 30 batches in three passes. With a quarter
+    of the steps without data, that is 40 steps of the clock."""
     found = world.run(by_data, workers=2, folder=tmp_path)
-    for weights, taken, clock, synced, rate in found:
+    for weights, taken, synced, rates in found:
         np.testing.assert_array_equal(weights, found[0][0])
-        assert (taken, synced) == (30, True)  # 40 examples, two workers, batches of two
-        assert 34 <= clock <= 46  # some 40, by the draws
-        assert rate <= 0.02 * (1 - 34 / 40) + 1e-9
+        assert (taken, synced) == (30, True)
+        for clock, rate in rates.items():
+            assert rate == pytest.approx(0.02 * (1 - min(clock * 30 // 40, 30) / 30))
 
 
 # -- evaluations and files -------------------------------------------------------------------------
@@ -287,20 +303,43 @@ def test_a_run_resumed_by_trainer_within_a_round_ends_bit_for_bit(world, tmp_pat
         assert {"palsgd", "model.safetensors", "trainer_state.json"} <= set(files)
 
 
-def resumed_wrongly(folder, elsewhere):
-    """The output folder has a checkpoint of the same iteration, of another run."""
+def resumed_at_the_end(folder):
+    with launched():
+        given = dict(save_strategy="steps", save_steps=500)
+        trainer, *_ = trained(folder, **given)
+        last = Path(folder) / f"checkpoint-{trainer.state.global_step}"
+        _, model, opt = trained(folder, resume=str(last), **given)
+    return vector(model), opt.clock, opt.synced
+
+
+def test_a_run_that_is_resumed_at_its_end_ends_synced_too(world, tmp_path):
+    """Trainer takes one iteration before it looks whether there is anything left to do."""
+    found = world.run(resumed_at_the_end, workers=2, folder=tmp_path)
+    for weights, clock, synced in found:
+        np.testing.assert_array_equal(weights, found[0][0])
+        assert 24 < clock < 28
+        assert synced
+
+
+def resumed_wrongly(folder, elsewhere, other):
+    """The output folder has a checkpoint of the same iteration, of another run, or none."""
     given = dict(save_strategy="steps", save_steps=5, max_steps=8)
     with launched():
         trained(folder, **given)
-        trained(elsewhere, model=model_of(seed=1), **given)
+        if other:
+            trained(elsewhere, model=model_of(seed=1), **given)
         trained(elsewhere, resume=str(Path(folder) / "checkpoint-5"), **given)
 
 
-def test_the_files_of_another_run_are_refused(world, tmp_path):
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [(True, "of another checkpoint than the model"), (False, "no checkpoint of worker")],
+)
+def test_the_files_of_another_run_are_refused(world, tmp_path, other, said):
     places = dict(folder=tmp_path / "run", elsewhere=tmp_path / "other")
-    for outcome in world.outcomes(resumed_wrongly, workers=2, **places):
+    for outcome in world.outcomes(resumed_wrongly, workers=2, other=other, **places):
         assert outcome.error == "ValueError", outcome.trace
-        assert "of another checkpoint than the model" in outcome.message
+        assert said in outcome.message
         assert "resume_from=" in outcome.message
 
 
@@ -471,6 +510,9 @@ def refused(folder, kind):
         callbacks = [LocalTrainingCallback(opt)]
         if kind == "late":
             callbacks.append(Late())
+        if kind == "alone":
+            os.environ |= {"WORLD_SIZE": "1"}
+            del os.environ["LOCAL_RANK"]
         trainer = Trainer(
             model, arguments(folder), train_dataset=data, optimizers=(other, None),
             callbacks=callbacks,
@@ -491,6 +533,7 @@ class Late(TrainerCallback):
         ("draws", "ValueError", "use draws='balanced'"),
         ("other", "ValueError", "give both the same palsgd optimizer"),
         ("stream", "ValueError", "'dispatch_batches': False"),
+        ("alone", "ValueError", "TrainingArguments(use_cpu=True)"),
         ("late", "RuntimeError", "give LocalTrainingCallback last"),
     ],
 )

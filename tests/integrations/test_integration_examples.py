@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import shutil
 from importlib import import_module
 
 import pytest
@@ -25,25 +26,38 @@ def test_the_example_of_an_integration_runs_as_printed(name):
     assert found.failed == 0
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("with_trainer", r"loss ([012]\.\d+), 12 syncs, \d+ bytes sent per step"),
-        ("with_accelerate", r"accuracy 0\.9\d+, 19 syncs, \d+ bytes sent per step"),
-    ],
-)
-def test_an_example_trains_in_two_processes_and_ends_again_from_its_checkpoint(
-    tmp_path, script, said
-):
+def said_by(script, folder):
+    """The last line of an example, in two processes."""
+    found = apart(
+        "--standalone", "--nproc-per-node", 2, ROOT / "examples" / f"{script}.py", folder,
+        module="torch.distributed.run",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    return found.out.splitlines()[-1]
+
+
+def lose_the_last(folder, pattern):
+    """As if the run had been killed before its last checkpoint."""
+    found = sorted(folder.glob(pattern), key=lambda path: int(path.name.split("-")[1]))
+    assert len(found) > 1
+    shutil.rmtree(found[-1])
+
+
+def test_the_example_with_trainer_goes_on_from_its_checkpoint_to_the_same_end(tmp_path):
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    for _ in range(2):
-        found = apart(
-            "--standalone", "--nproc-per-node", 2, ROOT / "examples" / f"{script}.py", tmp_path,
-            module="torch.distributed.run",
-        )  # fmt: skip
-        assert found.code == 0, found.err
-        assert re.search(said, found.out), found.out
+    first = said_by("with_trainer", tmp_path)
+    assert re.fullmatch(r"loss [0-3]\.\d+, 12 syncs, \d+ bytes sent per step", first)
+    lose_the_last(tmp_path, "checkpoint-*")
+    assert said_by("with_trainer", tmp_path) == first
+
+
+def test_the_example_with_accelerate_goes_on_from_its_checkpoint(tmp_path):
+    pytest.importorskip("accelerate")
+    wanted = r"accuracy 0\.9\d+, 19 syncs, [1-9]\d* bytes sent per step"
+    assert re.fullmatch(wanted, said_by("with_accelerate", tmp_path))
+    lose_the_last(tmp_path, "clock-*")
+    assert re.fullmatch(wanted, said_by("with_accelerate", tmp_path))
 
 
 class Regression(torch.nn.Linear):

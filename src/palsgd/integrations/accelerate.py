@@ -1,5 +1,6 @@
 """Hugging Face accelerate: what `accelerator.prepare` does, for a palsgd optimizer."""
 
+import os
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -61,8 +62,8 @@ def prepare(
         The prepared model, the prepared optimizer, and the others in their order.
 
     Raises:
-        ValueError: the accelerator shards the model or owns the optimizer, or a loader sends every
-            batch from process 0.
+        ValueError: the accelerator shards the model, owns the optimizer or does not know of the
+            other processes, or a loader sends every batch from process 0.
 
     Example:
         >>> import accelerate, torch, palsgd
@@ -79,12 +80,7 @@ def prepare(
         >>> opt.optimizer.clock, opt.optimizer.synced
         (6, True)
     """
-    kind = accelerator.distributed_type
-    if kind in REFUSED:
-        raise ValueError(
-            f"the accelerator runs under {kind.value}, which shards the model or has an optimizer "
-            "of its own; use data parallelism, as under torchrun without a plugin"
-        )
+    _check(accelerator)
     if accelerator.num_processes == 1:
         settings.setdefault("transport", Alone())
     model = accelerator.prepare(model)
@@ -92,6 +88,20 @@ def prepare(
     prepared = accelerator.prepare(opt)
     _OwnFiles(opt).register(accelerator)
     return (model, prepared, *(_prepared(accelerator, opt, other) for other in others))
+
+
+def _check(accelerator: Any) -> None:
+    kind, started = accelerator.distributed_type, int(os.environ.get("WORLD_SIZE", 1))
+    if kind in REFUSED:
+        raise ValueError(
+            f"the accelerator runs under {kind.value}, which shards the model or has an optimizer "
+            "of its own; use data parallelism, as under torchrun without a plugin"
+        )
+    if started > 1 and accelerator.num_processes == 1:
+        raise ValueError(
+            f"WORLD_SIZE={started} processes were started, and the accelerator knows of one, so "
+            "each would train alone; use Accelerator(cpu=True) where there is no GPU"
+        )
 
 
 def _prepared(accelerator: Any, opt: LocalOptimizer, other: Any) -> Any:

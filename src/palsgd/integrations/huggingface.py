@@ -98,7 +98,7 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         opt = self.opt
-        _check_loop(opt, optimizer, train_dataloader, state)
+        _check_loop(opt, args, optimizer, train_dataloader, state)
         _stop_counting_tokens(args)
         for wrapper in _wrappers_of(opt.model):
             opt.attach(wrapper)
@@ -106,9 +106,12 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
         if lr_scheduler is not None and not takes_metric(lr_scheduler):
             scale = dict(steps=state.max_steps, ticks=clock_after(opt, state.max_steps))
             follow_clock(opt, lr_scheduler, **(scale if by_data else {}))
-        self._begin(args, state)
+        if state.global_step:
+            self._resume(args, state)
+        else:
+            self._begin()
         self._end = None if by_data else RunEnd(opt, self._start + args.max_steps)
-        self._finished = False
+        self._finished, self._saved_at = False, -1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         if self.opt.leaving:
@@ -154,8 +157,8 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
 
     def _finish(self) -> None:
         """Sync what is not synced. All workers get here in the same iteration."""
-        done = self._finished or self.opt.leaving
-        if not done and not (self._end is not None and self._end.together and self._end.reached()):
+        synced = self._end is not None and self._end.synced
+        if not (self._finished or self.opt.leaving or synced):
             self.opt.finish()
         self._finished = True
 
@@ -175,30 +178,33 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
             checkpoint.save(folder, opt.model, opt, keep=1, extra={"start": self._start})
             self._saved_at = state.global_step
 
-    def _begin(self, args: Any, state: Any) -> None:
-        """Load this worker's own files if Trainer has loaded a checkpoint."""
-        opt = self.opt
-        if state.global_step == 0:
-            if self._passed_by:
-                raise ValueError(
-                    f"worker {opt.transport.worker} was given the state of worker "
-                    f"{self._passed_by[-1]}, which a LocalTrainingCallback does not load, as each "
-                    "worker has its own; use train(resume_from_checkpoint=...)"
-                )
-            self._start = opt.clock
-            return
-        found = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _begin(self) -> None:
+        if self._passed_by:
+            raise ValueError(
+                f"worker {self.opt.transport.worker} was given the state of worker "
+                f"{self._passed_by[-1]}, which a LocalTrainingCallback does not load, as each "
+                "worker has its own; use train(resume_from_checkpoint=...)"
+            )
+        self._start = self.opt.clock
+
+    def _resume(self, args: Any, state: Any) -> None:
+        """Load this worker's own files, as Trainer has loaded the rest of a checkpoint."""
+        opt, found = self.opt, Path(args.output_dir) / f"checkpoint-{state.global_step}"
         folder = Path(self._resume_from or found) / FOLDER
+        remedy = "give LocalTrainingCallback(opt, resume_from=...) the same folder as train()"
         shown = [p.detach().clone() for p in _parameters(opt)]
-        loaded = checkpoint.load(folder, opt.model, opt)
+        try:
+            loaded = checkpoint.load(folder, opt.model, opt)
+        except ValueError as error:
+            raise ValueError(f"{error} ({remedy}, if it is another one)") from None
         self._passed_by.clear()
-        self._start, self._saved_at = loaded.extra["start"], state.global_step
+        self._start = loaded.extra["start"]
         with opt.anchor_weights():
             same = all(map(torch.equal, shown, _parameters(opt)))
         if not same:
             raise ValueError(
-                f"{folder} is of another checkpoint than the model that Trainer has loaded; give "
-                "LocalTrainingCallback(opt, resume_from=...) the same folder as train()"
+                f"{folder} is of another checkpoint than the model that Trainer has loaded; "
+                f"{remedy}"
             )
 
 
@@ -220,12 +226,18 @@ def _own_state(passed_by: list[int], opt: Any, state: dict[str, Any]) -> dict[st
     return found
 
 
-def _check_loop(opt: LocalOptimizer, given: Any, loader: Any, state: Any) -> None:
+def _check_loop(opt: LocalOptimizer, args: Any, given: Any, loader: Any, state: Any) -> None:
     used = getattr(given, "optimizer", given)  # inside accelerate's proxy
     if used is not opt:
         raise ValueError(
             f"Trainer trains with another {type(used).__name__} than its LocalTrainingCallback "
             "has; give both the same palsgd optimizer"
+        )
+    if args.world_size < opt.transport.workers:
+        raise ValueError(
+            f"Trainer knows of {args.world_size} process(es) and the optimizer of "
+            f"{opt.transport.workers} workers, so that all would train on the same data; use "
+            "TrainingArguments(use_cpu=True) where there is no GPU"
         )
     if opt._worker.draws_alone:
         raise ValueError(

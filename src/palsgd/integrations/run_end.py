@@ -19,6 +19,12 @@ class RunEnd:
         if self.together:
             opt.run_until(clock)  # the last step syncs
 
+    @property
+    def synced(self) -> bool:
+        """Has the last step synced? Every worker finds the same. A run that is resumed at its end
+        may have taken further steps."""
+        return self.together and self._opt.clock == self._clock
+
     def reached(self) -> bool:
         """Was this the last iteration? Every worker finds the same."""
         worker, end = self._opt._worker, self._clock
