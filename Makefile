@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
+.PHONY: setup test test-integrations demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
 
 setup: .venv/installed
 
@@ -24,6 +24,11 @@ demo-picture: setup
 JOBS ?= 2
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# With the frameworks and trackers that the documentation is for; one that is missing fails here.
+test-integrations: setup
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,ray,trackers]'
+	PALSGD_FRAMEWORKS_REQUIRED=1 $(BIN)/python -m pytest tests/integrations
 
 lint: setup
 	$(BIN)/ruff check .

@@ -42,7 +42,7 @@ class Feed:
         """Begin a pass. False if the loader goes on inside one that a saved state was taken in."""
         set_epoch(self._loader, epoch)
         saved, self._saved = self._saved, None
-        resumes = saved is not None and hasattr(self._loader, "load_state_dict")
+        resumes = saved is not None and _has_state(self._loader)
         if resumes:
             self._loader.load_state_dict(saved)
         try:
@@ -56,13 +56,20 @@ class Feed:
 
     def state(self) -> Any:
         """The state of the loader; None if it has none of its own."""
-        if self._loader is None or not hasattr(self._loader, "state_dict"):
+        if self._loader is None or not _has_state(self._loader):
             return self._saved
         return self._loader.state_dict()
 
     def resume(self, saved: Any) -> None:
         """Begin anew, with a loader that gets this state."""
         self._loader, self._pass, self._saved = None, None, saved
+
+
+def _has_state(loader: Any) -> bool:
+    """Can the loader be saved and resumed? accelerate's loaders have the two functions also where
+    what is inside them has not."""
+    named = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return named and getattr(loader, "use_stateful_dataloader", True)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

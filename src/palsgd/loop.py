@@ -83,7 +83,7 @@ def _batches(
 ) -> Iterator[Batch]:
     if steps is None:
         assert epochs is not None
-        steps = _clock_after(opt, loader, epochs)
+        steps = _clock_after_passes(opt, loader, epochs)
     _check_warmup(opt, steps)
     opt.run_until(steps)
     while opt.clock < steps and not opt.leaving:
@@ -97,9 +97,8 @@ def _batches(
         yield batch
 
 
-def _clock_after(opt: LocalOptimizer, loader: Any, epochs: float) -> int:
-    """The clock after so many passes over the loader: every batch is a step in the warm-up, and a
-    share 1 - p of the steps after it."""
+def _clock_after_passes(opt: LocalOptimizer, loader: Any, epochs: float) -> int:
+    """The clock after so many passes over the loader, whose length is the same on all workers."""
     try:
         length = len(loader)
     except TypeError:
@@ -108,7 +107,13 @@ def _clock_after(opt: LocalOptimizer, loader: Any, epochs: float) -> int:
             "not; give steps= instead"
         ) from None
     opt.transport.agree({"epochs": epochs, "len(loader)": length})
-    batches, warmup = math.ceil(epochs * length), opt.schedule.warmup
+    return clock_after(opt, math.ceil(epochs * length))
+
+
+def clock_after(opt: LocalOptimizer, batches: int) -> int:
+    """The clock after so many batches: each is a step in the warm-up, and a share 1 - p of the
+    steps after it."""
+    warmup = opt.schedule.warmup
     if batches <= warmup:
         return batches
     local = (batches - int(warmup)) / opt.method.gradient_share

@@ -74,16 +74,23 @@ def bound_scheduler(given: Any, outer: Optimizer) -> Any:
 
 
 def refuse_metric(option: str, scheduler: Any) -> None:
-    """Raise for a scheduler whose `step` cannot be called without arguments, as that of
-    ReduceLROnPlateau; also for one inside a SequentialLR or a ChainedScheduler."""
+    """Raise for a scheduler that cannot be stepped with a clock; also for one inside a SequentialLR
+    or a ChainedScheduler."""
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        for parameter in inspect.signature(each.step).parameters.values():
-            named = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            if named and parameter.default is parameter.empty:
-                raise ValueError(
-                    f"{option}={type(each).__name__} needs a metric at every step, which the clock "
-                    "has not; leave it out and call its step(metric) after your evaluations"
-                )
+        if takes_metric(each):
+            raise ValueError(
+                f"{option}={type(each).__name__} needs a metric at every step, which the clock "
+                "has not; leave it out and call its step(metric) after your evaluations"
+            )
+
+
+def takes_metric(scheduler: Any) -> bool:
+    """Does its `step` need an argument, as that of ReduceLROnPlateau?"""
+    return any(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is parameter.empty
+        for parameter in inspect.signature(scheduler.step).parameters.values()
+    )
 
 
 def described(scheduler: Any) -> str | None:

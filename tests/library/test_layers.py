@@ -44,6 +44,7 @@ LAYERS = (
     ("local_optimizer",),
     ("leaving", "loop", "optimizer"),
     ("checkpoint",),
+    ("integrations",),
     ("cluster",),
     ("simulator",),
     ("theory",),

@@ -23,9 +23,9 @@ def code_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def executed(name: str, *blocks: str) -> dict[str, Any]:
-    """What the blocks leave behind, one after another in one namespace."""
-    found: dict[str, Any] = {"__name__": "worked_example"}
+def executed(name: str, *blocks: str, **given: Any) -> dict[str, Any]:
+    """What the blocks leave behind, one after another in one namespace, which has `given`."""
+    found: dict[str, Any] = {"__name__": "worked_example", **given}
     for number, code in enumerate(blocks):
         exec(compile(code, f"{name}, block {number}", "exec", dont_inherit=True), found)
     return found
