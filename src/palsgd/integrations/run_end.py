@@ -36,7 +36,7 @@ class RunEnd:
         taken = at.clock - (end - offset + stop)  # steps since the last stop before the end
         if taken < 0:
             return False
-        first, own = (worker.plan_of(who, round, end)[stop:] for who in (0, worker.number))
+        first, own = (worker.course.plan_of(who, round, end)[stop:] for who in (0, worker.course.number))
         return own[:taken].count(False) >= first[: offset - stop].count(False)
 
 
@@ -47,5 +47,5 @@ def _arrive_together(worker: Worker, clock: int) -> bool:
         return True
     if clock <= schedule.warmup:
         return True
-    known = schedule.settled and worker.interval is None
+    known = schedule.settled and worker.course.interval is None
     return known and schedule.place(clock)[1] in (0, *schedule.stops(clock))
