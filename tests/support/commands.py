@@ -56,9 +56,10 @@ def environment(**more: str) -> dict[str, str]:
 @contextmanager
 def running(*program, fresh: bool = False, before: tuple[str, ...] = ()):
     """`python PROGRAM` in a process group of its own, which is gone afterwards. Tests about the
-    start of an interpreter need a fresh one; others have one that has imported torch."""
+    start of an interpreter need a fresh one, as do those with a `sitecustomize`; others have one
+    that has imported torch."""
     words = list(map(str, program))
-    if fresh or before or sys.platform != "linux":
+    if fresh or before or sys.platform != "linux" or has_sitecustomize():
         process = _executed([*before, sys.executable, *words])
     else:
         process = WarmProcess(words, environment())
@@ -68,6 +69,13 @@ def running(*program, fresh: bool = False, before: tuple[str, ...] = ()):
         if members(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=patient(30))
+        if isinstance(process, WarmProcess):
+            process.close()
+
+
+def has_sitecustomize() -> bool:
+    path = environment()["PYTHONPATH"].split(os.pathsep)
+    return any((Path(folder) / "sitecustomize.py").exists() for folder in path)
 
 
 def _executed(command: list[str]) -> subprocess.Popen[str]:

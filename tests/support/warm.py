@@ -93,6 +93,11 @@ class WarmProcess:
             file.seek(0)
         return self.stdout.read(), self.stderr.read()
 
+    def close(self) -> None:
+        """Close the files of what it said."""
+        for file in (self.stdout, self.stderr):
+            file.close()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
