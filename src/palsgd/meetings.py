@@ -20,6 +20,7 @@ from palsgd.transports.requests import (
     Meet,
     RepeatError,
     Request,
+    Settle,
 )
 
 _WELCOME = "the welcome of newcomers"  # where workers meet after they have let others in
@@ -79,7 +80,7 @@ class Meetings:
         over = self._course.at_end or self._guard.finished
         if self._guard.awaits_newcomers and not over:
             yield Admit()
-            yield from self._meet(_WELCOME, patient=True)
+            yield from self._welcome()
 
     def join(self, *, fresh: bool) -> Exchange:
         """Wait until the others let this worker in, and go on from their state. A fresh worker has
@@ -88,10 +89,20 @@ class Meetings:
             yield Join(fresh)
             self._members = self._guard.members
             try:
-                yield from self._meet(_WELCOME, patient=True)
+                yield from self._welcome()
                 return
             except LeftOutError:
                 continue
+
+    def _welcome(self) -> Exchange:
+        """Meet those who were let in, and agree that all are connected. Otherwise a worker that has
+        lost another one here would meet here again, while the others are on their way to the next
+        sync."""
+
+        def agree() -> Exchange:
+            yield Settle()
+
+        yield from self.together(_WELCOME, agree, patient=True)
 
     def _note_members(self) -> None:
         """Take notice of the workers that have left and come."""

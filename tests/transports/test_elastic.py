@@ -289,6 +289,40 @@ def test_every_kind_of_state_reaches_a_newcomer(company, settings):
     assert found[3]["worker"] == 1  # the lowest number that is free
 
 
+class LoseWelcome(AwaitNewcomer):
+    """Has the group that workers make after a welcome fail on this worker alone, once it stands, as
+    where one of them is lost before all others have a connection to it."""
+
+    def __call__(self, opt):
+        from palsgd.transports.elastic.generation import Generation
+
+        super().__call__(opt)
+        if opt.clock != self.clock:
+            return
+        whole = Generation.__init__
+
+        def lossy(self, store, name, place, workers, timeout):
+            whole(self, store, name, place, workers, timeout)
+            if workers == 3:
+                Generation.__init__ = whole
+                raise RuntimeError("Connection closed by peer")
+
+        Generation.__init__ = lossy
+
+
+def test_nobody_trains_on_after_a_welcome_that_another_worker_has_lost(company):
+    """Otherwise one would meet newcomers again while the others are at the next sync."""
+    for number, at in enumerate((AwaitNewcomer(1), LoseWelcome(1), DieAt(1))):
+        company.start(number, 3, steps=16, at=at)
+    company.await_death(2)
+    company.start(2, 3, steps=16)
+    found = company.outcomes()
+    expected = twin(first_weights(), [[0, 1]] + [[0, 1, 2]] * 3, lr=0.7, momentum=0.5)
+    for outcome in (found[0], found[1], found[3]):
+        assert outcome.get("clock") == 16, outcome
+        np.testing.assert_allclose(outcome["weights"], expected, rtol=1e-12)
+
+
 # -- late workers ----------------------------------------------------------------------------------
 
 

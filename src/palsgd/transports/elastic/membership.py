@@ -163,14 +163,13 @@ class Membership:
 
     def _proposal(self, present: list[int], position: str) -> dict[str, Any]:
         """The roster of a meeting to which these members have come."""
-        old, heard = self.roster, self._board.count("announced", 0)
+        old, heard = self.roster, self.roster.heard
         waiting = list(old.newcomers)
-        for ticket in range(old.heard + 1, heard + 1):
-            found = self._board.read(f"newcomer {ticket}")
-            if found is not None:
-                wish, host, port, fresh = found
-                taken = [*present, *(n.number for n in waiting)]
-                waiting.append(Newcomer(_free(wish, taken), (host, port), ticket, fresh))
+        while (found := self._board.read(f"newcomer {heard + 1}")) is not None:
+            heard += 1
+            wish, host, port, fresh = found
+            taken = [*present, *(n.number for n in waiting)]
+            waiting.append(Newcomer(_free(wish, taken), (host, port), heard, fresh))
         waiting = [newcomer for newcomer in waiting if answers(newcomer.address) is not False]
         members = {number: old.members[number] for number in present}
         return Roster(members, waiting, heard, position).as_note()
@@ -289,12 +288,24 @@ class Membership:
         wish = self._wish if fresh else self.number
         found = None
         while found is None:
-            ticket = self._board.count("announced")
-            self._board.note(f"newcomer {ticket}", [wish, *self._bell.address, fresh])
-            found = self._admission(ticket)
+            found = self._admission(self._announce([wish, *self._bell.address, fresh]))
         self.number, self.meeting = found["number"], found["meeting"]
         self.roster, self.outside = Roster.of_note(found["roster"]), False
         return Welcome(found["company"], fresh)
+
+    def _announce(self, announcement: list[Any]) -> int:
+        """Write the announcement under the next number that is free, its ticket.
+
+        Members read on from the last ticket to the first that is not there. So a ticket is taken by
+        writing the announcement: if a newcomer drew a number first, members that met before it
+        wrote would read past it. An equal announcement that was not read yet is that of a process
+        which is gone, as this one has its port now.
+        """
+        latest = self._board.read("latest")
+        ticket = 1 if latest is None else latest["roster"]["heard"] + 1
+        while self._board.decide(f"newcomer {ticket}", announcement) != announcement:
+            ticket += 1
+        return ticket
 
     def _admission(self, ticket: int) -> Any:
         """The admission of a ticket; None if the members have read on and did not see it."""

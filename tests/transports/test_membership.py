@@ -1,0 +1,87 @@
+"""Newcomers of a run are heard by the members, whatever happens between their messages."""
+
+import threading
+import time
+
+import torch.distributed as dist
+
+from palsgd.transports.elastic import membership
+from palsgd.transports.elastic.board import Board, Start
+from palsgd.transports.elastic.membership import Membership
+from support.patience import patient
+
+
+class Interrupted(Board):
+    """The same notes. After each message of this worker to the store, `meanwhile` is called."""
+
+    def __init__(self, board, meanwhile):
+        self.host, self.store, self.meanwhile = board.host, board.store, meanwhile
+
+    def _do(self, call):
+        found = super()._do(call)
+        self.meanwhile()
+        return found
+
+
+def worker(board):
+    """One of the workers of a run that a single one begins: the first, or a newcomer."""
+    start = Start(board.store, None, 1)
+    return Membership(board, start, min_workers=1, deadline=None, timeout=patient(30))
+
+
+class Admitting:
+    """Meets, and lets in whoever was heard. More than so many meetings are not needed."""
+
+    def __init__(self, member, most=50):
+        self.member, self.left, self.heard = member, most, 0
+
+    def __call__(self):
+        if self.heard:
+            return
+        assert self.left, "no meeting has heard the newcomer"
+        self.left -= 1
+        self.member.meet("the sync", patient=True)
+        self.heard = len(self.member.roster.newcomers)
+        if self.heard:
+            self.member.admit()
+
+
+def test_a_newcomer_is_heard_although_the_others_meet_between_its_messages():
+    board = Board(dist.HashStore())
+    member = worker(board)
+    newcomer = worker(Interrupted(board, Admitting(member)))
+    newcomer.join(fresh=True)
+    assert newcomer.members == member.members == [0, 1]
+    assert (newcomer.number, newcomer.meeting) == (1, member.meeting)
+
+
+def test_a_newcomer_that_was_passed_over_announces_itself_again(monkeypatch):
+    board = Board(dist.HashStore())
+    member = worker(board)
+    refused = [False]  # a link that fails once
+    answers = membership.answers
+    monkeypatch.setattr(membership, "answers", lambda at: refused.pop() if refused else answers(at))
+    newcomer = worker(Interrupted(board, Admitting(member, most=1000)))
+    newcomer.join(fresh=True)
+    assert newcomer.members == [0, 1]
+
+
+def test_newcomers_that_announce_themselves_at_once_are_all_heard():
+    board, count = Board(dist.HashStore()), 8
+    member = worker(board)
+    newcomers = [worker(board) for _ in range(count)]
+    threads = [
+        threading.Thread(target=newcomer.join, kwargs={"fresh": True}, daemon=True)
+        for newcomer in newcomers
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + patient(10)
+    while board.read(f"newcomer {count}") is None:
+        assert time.monotonic() < until, "two newcomers have one ticket"
+        time.sleep(0.01)
+    member.meet("the sync", patient=True)
+    member.admit()
+    for thread in threads:
+        thread.join(patient(30))
+    assert sorted(newcomer.number for newcomer in newcomers) == list(range(1, count + 1))
