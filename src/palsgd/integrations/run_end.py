@@ -27,8 +27,8 @@ class RunEnd:
 
     def reached(self) -> bool:
         """Was this the last iteration? Every worker finds the same."""
-        worker, end = self._opt._worker, self._clock
-        at, schedule = worker.at, worker.schedule
+        course, end = self._opt._worker.course, self._clock
+        at, schedule = course.at, course.schedule
         if self.together or not at.has_anchor:
             return at.clock >= end
         round, offset = schedule.place(end)
@@ -36,7 +36,7 @@ class RunEnd:
         taken = at.clock - (end - offset + stop)  # steps since the last stop before the end
         if taken < 0:
             return False
-        first, own = (worker.course.plan_of(who, round, end)[stop:] for who in (0, worker.course.number))
+        first, own = (course.plan_of(who, round, end)[stop:] for who in (0, course.number))
         return own[:taken].count(False) >= first[: offset - stop].count(False)
 
 
