@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +89,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """What a test does with signals ends with it: `leave_on_sigterm` would end these tests."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,13 @@ def test_a_stalled_worker_ends_the_others_within_the_timeout(world, delay, tmp_p
 # -- waited for ----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def begun(world):
+    """A world whose processes have imported what they need, for which nobody waits any more."""
+    world.run(quick, workers=3)
+    return world
+
+
 def quick(store=None):
     """Lines after half a second instead of ten; returns what is said."""
     waiting.NOTED_S, waiting.PATIENCE_S, waiting._STORE_S = 0.1, 1.0, 0.5
@@ -112,8 +119,8 @@ def lost_store():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
-def test_workers_say_once_which_worker_they_wait_for(world, delay):
-    *others, late = world.run(late_job, workers=3, delay=delay, seconds=3, lost=False)
+def test_workers_say_once_which_worker_they_wait_for(begun, delay):
+    *others, late = begun.run(late_job, workers=3, delay=delay, seconds=3, lost=False)
     for worker, said in enumerate(others):
         (line,) = said
         assert line.startswith(f"palsgd: worker {worker} has waited for the others for ")
@@ -122,8 +129,8 @@ def test_workers_say_once_which_worker_they_wait_for(world, delay):
 
 
 @pytest.mark.slow
-def test_workers_whose_store_is_lost_say_only_how_long_they_wait(world):
-    *others, _ = world.run(late_job, workers=3, delay=0, seconds=3, lost=True)
+def test_workers_whose_store_is_lost_say_only_how_long_they_wait(begun):
+    *others, _ = begun.run(late_job, workers=3, delay=0, seconds=3, lost=True)
     for said in others:
         (line,) = said
         assert line.endswith("; who is not there cannot be told")
@@ -138,7 +145,7 @@ def late_value_job():
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_a_value_say_for_whose(world):
-    said, late = world.run(late_value_job, workers=2)
+def test_ranks_that_wait_for_a_value_say_for_whose(begun):
+    said, late = begun.run(late_value_job, workers=2)
     assert [line.rpartition("; ")[2] for line in said] == ["not there yet: rank 1"]
     assert late == []
