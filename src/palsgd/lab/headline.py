@@ -48,18 +48,22 @@ def _with_unit(part: str) -> str:
 
 
 def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
-    """How much sooner the baseline's quality is reached; if it never is, how much sooner the best
-    quality that is reached."""
+    """How much sooner the baseline's quality is reached; if it never is, how much sooner what the
+    method itself ends with, and worse by the margin, as the mean of the seeds arrives at its own
+    end only there."""
     own, name, quality = row.group, _title(row.group), comparison.quality
     if comparison.same_programs.get(own) is base:
         return f"{name} is the same program as {_title(base)}"
     if row.reached:
         return f"{name} reaches {_title(base)}'s {quality.name} {_sooner(row.speed_ups['time_s'])}"
-    level = fmean(comparison.final_losses(own).values())
+    final = fmean(comparison.final_losses(own).values())
+    level = final + comparison.margin * abs(final)
     faster = _speed_up_at(comparison, own, base, level)
+    sign = "-" if quality.higher_is_better else "+"
     return (
         f"{name} does not reach {_title(base)}'s {quality.name} in {row.steps:,.0f} steps; its own "
-        f"final {quality.name}, {quality.sign * level:.3g}, it reaches {_sooner(faster)}"
+        f"final {quality.name} {sign} {100 * comparison.margin:g}%, {quality.sign * level:.3g}, it "
+        f"reaches {_sooner(faster)}"
     )
 
 
@@ -76,6 +80,8 @@ def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) 
 
 
 def _sooner(faster: Interval) -> str:
+    if math.isnan(faster.value):
+        return "where the other never is"
     bounds = ""
     if faster.n > 1 and math.isfinite(faster.low):  # some draws of the seeds may never arrive
         # of 0: in some draws it never arrives itself
