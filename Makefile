@@ -23,7 +23,7 @@ demo-picture: setup
 # them in one.
 JOBS ?= 2
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # With the frameworks and trackers that the documentation is for; one that is missing fails here.
 test-integrations: setup
