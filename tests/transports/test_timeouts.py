@@ -84,8 +84,8 @@ def begun(world):
 
 
 def quick(store=None):
-    """Lines after half a second instead of ten; returns what is said."""
-    waiting.NOTED_S, waiting.PATIENCE_S, waiting._STORE_S = 0.1, 1.0, 0.5
+    """Lines after two seconds instead of ten; returns what is said."""
+    waiting.NOTED_S, waiting.PATIENCE_S, waiting._STORE_S = 0.1, 2.0, 0.5
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -120,7 +120,7 @@ def lost_store():
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 2])
 def test_workers_say_once_which_worker_they_wait_for(begun, delay):
-    *others, late = begun.run(late_job, workers=3, delay=delay, seconds=3, lost=False)
+    *others, late = begun.run(late_job, workers=3, delay=delay, seconds=5, lost=False)
     for worker, said in enumerate(others):
         (line,) = said
         assert line.startswith(f"palsgd: worker {worker} has waited for the others for ")
@@ -130,16 +130,44 @@ def test_workers_say_once_which_worker_they_wait_for(begun, delay):
 
 @pytest.mark.slow
 def test_workers_whose_store_is_lost_say_only_how_long_they_wait(begun):
-    *others, _ = begun.run(late_job, workers=3, delay=0, seconds=3, lost=True)
+    *others, _ = begun.run(late_job, workers=3, delay=0, seconds=5, lost=True)
     for said in others:
-        (line,) = said
-        assert line.endswith("; who is not there cannot be told")
+        assert said
+        assert all(line.endswith("; who is not there cannot be told") for line in said)
+
+
+def asked_job():
+    """How often a store that is lost is asked, by two exchanges that wait for long."""
+    quick()
+    watch, store = waiting.watch_of(None), CountedLoss()
+    watch._store = store
+    for _ in range(2):
+        if dist.get_rank() == 1:
+            time.sleep(1)
+        waiting.barrier()
+    return store.asked
+
+
+class CountedLoss:
+    """A store whose server is gone."""
+
+    asked = 0
+
+    def set(self, key, value):
+        self.asked += 1
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.slow
+def test_a_store_that_is_lost_is_not_asked_again(begun):
+    first, _ = begun.run(asked_job, workers=2)
+    assert first == 1
 
 
 def late_value_job():
     said = quick()
     if dist.get_rank() == 1:
-        time.sleep(2)
+        time.sleep(4)
     gathered("value")
     return said
 

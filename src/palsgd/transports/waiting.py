@@ -78,9 +78,9 @@ class Watch:
         present, waiting = self._present, self._waiting
         if present is not None and now - present > NOTED_S and self._noted < number:
             self._noted = number
-            _answer(lambda: self._note(number))
+            self._answer(lambda: self._note(number))
         if waiting is not None and now - waiting > PATIENCE_S and self._said < number:
-            missing = _answer(lambda: self._missing(number))
+            missing = self._answer(lambda: self._missing(number))
             if missing != [] and self._waiting == waiting:
                 self._said = number
                 self._say(missing, now - waiting)
@@ -98,7 +98,7 @@ class Watch:
         if len(others) == 1:
             return others
         noted = time.monotonic() - self._came > 2 * (NOTED_S + _TICK_S)
-        missing = _answer(lambda: self._missing(self._number)) if noted else None
+        missing = self._answer(lambda: self._missing(self._number)) if noted else None
         return [self.names[index] for index in missing or []]
 
     def _say(self, missing: list[int] | None, seconds: float) -> None:
@@ -124,6 +124,23 @@ class Watch:
         key = _key(index)
         return int(self._store.get(key)) if self._store.check([key]) else -1
 
+    def _answer(self, question: Callable[[], Found]) -> Found | None:
+        """What the store answers. None: it is lost, or busy with a question of another thread."""
+        found: list[Found] = []
+
+        def ask() -> None:
+            try:
+                found.append(question())
+            except Exception:  # whatever a store raises, there is no answer
+                log.debug("palsgd: the store did not answer", exc_info=True)
+                self._store = None  # it does not come back, and torch prints a page for each try
+
+        if self._store is not None:
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(_STORE_S)
+        return found[0] if found else None
+
 
 def _key(index: int) -> str:
     return f"palsgd/waiting/{index}"
@@ -137,22 +154,6 @@ def _store_of(group: ProcessGroup | None) -> Any:
         return _get_process_group_store(whole)
     except KeyError:  # a group that torch did not make; its questions have no answer
         return None
-
-
-def _answer(question: Callable[[], Found]) -> Found | None:
-    """What the store answers. None: it is lost, or busy with a question of another thread."""
-    found: list[Found] = []
-
-    def ask() -> None:
-        try:
-            found.append(question())
-        except Exception:  # whatever a store raises, there is no answer
-            log.debug("palsgd: the store did not answer", exc_info=True)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_STORE_S)
-    return found[0] if found else None
 
 
 _watches: WeakKeyDictionary[ProcessGroup, Watch] = WeakKeyDictionary()
