@@ -209,3 +209,14 @@ def test_residues_that_are_cut_otherwise_lose_nothing(workers):
             covered = torch.cat([torch.tensor([*each], dtype=torch.long) for each in kept.ranges])
             total[name][covered] += kept.mean
     torch.testing.assert_close(total["after"], total["before"])
+
+
+def test_residues_that_are_cut_otherwise_are_added_to_the_next_message():
+    """As after the loss of one of three workers, in a run in which nothing was saved and loaded."""
+    messages, codec, place = [range(5000)], codec_of("int8"), {"worker": 0, "workers": 3}
+    kept = PartResidue.of(messages, codec, like=torch.empty(0), **place)
+    (sent,) = kept.cut(messages, codec, **place)
+    assert sent.fresh
+    sent.fresh = False  # as an exchange leaves it
+    (left,) = kept.cut(messages, codec, worker=0, workers=2)
+    assert not left.fresh

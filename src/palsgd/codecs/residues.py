@@ -77,6 +77,7 @@ class PartResidue:
         """The residue of each message. They are views, which an exchange changes in place."""
         ranges = _owned(messages, codec, worker, workers)
         if list(self._messages) != list(messages) or ranges != self.ranges:
+            self._fresh = self.fresh  # as the messages so far know it
             if ranges != self.ranges:
                 self._own_the_means(ranges, workers)
             sizes = [sum(map(len, _owned([m], codec, worker, workers))) for m in messages]
