@@ -25,6 +25,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import palsgd
+from palsgd.lab.judging.interval import relative_difference
 
 H = 16
 WAIT_S = 600.0  # for anything that a worker says
@@ -211,20 +212,23 @@ def next_sync(death: float, synced: list[float]) -> float:
     return min(at for at in synced if at > death) - death
 
 
-def kills(*, tiny: bool) -> dict[str, Any]:
+def kills(seeds: int, *, tiny: bool) -> dict[str, Any]:
     workers, rounds, every = (2, 20, 10) if tiny else (3, 150, 6)
     known: dict[str, Any] = {"workers": workers, "steps": rounds * H, "step_s": 0.005}
     found: dict[str, Any] = known | {"sync_every": H, "every": every}
-    for seed in range(1 if tiny else 3):
+    for seed in range(1 if tiny else seeds):
         undisturbed, killed = (run(seed=seed, every=each, **known) for each in (None, every))
         found[f"seed {seed}"] = {"undisturbed": undisturbed, "killed": killed}
-    seeds = [value for name, value in found.items() if name.startswith("seed")]
-    after = [s for seed in seeds for s in seed["killed"]["next_sync_s"]]
+    pairs = [value for name, value in found.items() if name.startswith("seed")]
+    after = [s for pair in pairs for s in pair["killed"]["next_sync_s"]]
+    killed, undisturbed = (
+        {seed: pair[which]["loss"] for seed, pair in enumerate(pairs)}
+        for which in ("killed", "undisturbed")
+    )
     return found | {
         "deaths": len(after),
         "next_sync_s": {"median": statistics.median(after), "longest": max(after)},
-        "loss_ratio": statistics.fmean(s["killed"]["loss"] for s in seeds)
-        / statistics.fmean(s["undisturbed"]["loss"] for s in seeds),
+        "loss_over_undisturbed": relative_difference(killed, undisturbed).as_dict(),
     }
 
 
@@ -248,13 +252,13 @@ def calm(*, tiny: bool) -> dict[str, Any]:
 
 def rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     killed = record["kills"]
-    after = killed["next_sync_s"]
+    after, loss = killed["next_sync_s"], killed["loss_over_undisturbed"]
     found = [
         ("from a kill to the next sync, median", f"{after['median']:.3f} s", ""),
         ("from a kill to the next sync, longest", f"{after['longest']:.3f} s", "1 s"),
         (
-            f"loss at the end with {killed['deaths']} deaths",
-            f"{killed['loss_ratio']:.4f}",
+            f"loss at the end with {killed['deaths']} deaths, {loss['n']} paired seeds",
+            percent(loss),
             "undisturbed",
         ),
     ]
@@ -266,14 +270,22 @@ def rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def percent(found: dict[str, Any]) -> str:
+    """A share with its interval, if there is one."""
+    value, low, high = (found[name] for name in ("value", "low", "high"))
+    bounds = "" if low is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return f"{100 * value:+.1f}%{bounds}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_record_options(parser)
+    parser.add_argument("--seeds", type=int, default=3, help="pairs of runs, half a minute each")
     args = parser.parse_args()
     record = provenance("cpu", tiny=args.tiny)
-    record["kills"] = kills(tiny=args.tiny)
+    record["kills"] = kills(args.seeds, tiny=args.tiny)
     save(record, args.out)
     record["calm"] = calm(tiny=args.tiny)
     record["untimed"] = {"deaths": record["kills"]["deaths"], "sizes": len(record["calm"])}

@@ -382,6 +382,16 @@ def memory(name: str) -> str:
     return f"{place(found)}, {found['elements']:,} elements\n\n{markdown(columns, rows)}"
 
 
+# -- bench/elastic.py ------------------------------------------------------------------------------
+
+
+def elastic() -> str:
+    from elastic import rows  # those that the bench prints itself
+
+    found = record("elastic-2cores")
+    return f"{place(found)}\n\n{markdown(('figure', 'value', 'over'), rows(found))}"
+
+
 # -- bench/checkpoint.py ---------------------------------------------------------------------------
 
 
@@ -415,6 +425,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "workloads": workloads,
     "exogym": exogym,
     "quality": quality,
+    "elastic": elastic,
     "uneven-waiting": uneven_waiting,
     "uneven-losses": uneven_losses,
     "uneven-raised": uneven_raised,

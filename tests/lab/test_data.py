@@ -244,7 +244,7 @@ def repeats(name, texts):
     return np.isin(texts.words, numbers).sum(axis=1)
 
 
-@pytest.mark.parametrize("name", ["hero", "friend", "toy", "sad"])
+@pytest.mark.parametrize("name", ["hero", "friend"])
 def test_what_is_worth_remembering_is_what_its_further_mentions_would_cost(name):
     counts = repeats(name, GRAMMAR.draw(20_000, random_stream(7)))
     weights = 1 / np.arange(1, len(GRAMMAR.slots[name].words) + 1)
@@ -253,13 +253,12 @@ def test_what_is_worth_remembering_is_what_its_further_mentions_would_cost(name)
     assert np.maximum(counts - 1, 0).mean() * nats == pytest.approx(GRAMMAR.worth[name], rel=0.03)
 
 
-def test_what_counts_and_must_be_remembered_comes_up_again_wherever_it_comes_up():
+def test_what_must_be_remembered_comes_up_again_in_every_story():
     """Else models learn it late or not at all, and seeds end apart by what it counts."""
     texts = GRAMMAR.draw(5_000, random_stream(8))
-    for name, nats in GRAMMAR.worth.items():
-        counts = repeats(name, texts)
-        again = (counts[counts > 0] - 1).mean()
-        assert nats < 0.01 * GRAMMAR.entropy or again > 1, name
+    assert list(GRAMMAR.worth) == ["hero", "friend"]
+    for name in GRAMMAR.worth:
+        assert (repeats(name, texts) > 1).all(), name
 
 
 def test_stories_come_back_to_who_and_what_they_began_with():

@@ -36,12 +36,12 @@ class Company:
         return len(self._all) - 1
 
     def await_death(self, place: int) -> None:
-        self._all[place][0].join(patient(30))
+        self._all[place][0].join(patient(100))
 
     def lose_the_store(self) -> None:
         self._store = None
 
-    def outcomes(self, timeout: float = 30) -> list[Any]:
+    def outcomes(self, timeout: float = 100) -> list[Any]:
         """What each worker returned or raised; None for one that was killed."""
         until = time.monotonic() + patient(timeout)
         return [_last(pipe, until) for _, pipe in self._all]

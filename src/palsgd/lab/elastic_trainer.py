@@ -5,7 +5,6 @@ those who took part writes for all: its line of metrics.jsonl, the best model, a
 them evaluate, so that nobody comes late to the next sync because it was the one to write.
 """
 
-import math
 import shutil
 import time
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 
 import palsgd
-from palsgd import references
 from palsgd.checkpoint.everyone import speaks_for_all, took_part
 from palsgd.events import Synced
 from palsgd.lab.data.sharding import random_stream
-from palsgd.lab.evaluation import evaluated, evaluation_is_due
+from palsgd.lab.evaluation import BestModel, evaluated, evaluation_is_due, refuse_nonfinite
 from palsgd.lab.factory import learning_rate
-from palsgd.lab.forecast import work_of
 from palsgd.lab.run_folder import Line, RunFolder, plain
 from palsgd.lab.settings import Settings
 from palsgd.lab.summary import summarize
@@ -27,7 +24,7 @@ from palsgd.lab.trainer import LeftError, run_config, start_line
 from palsgd.lab.worker_changes import changes_of
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
-from palsgd.progress import ProgressBar, Whole
+from palsgd.progress import Whole
 
 _COUNTED = ("bytes_sent", "syncs")  # by a worker's own ledger
 
@@ -52,7 +49,7 @@ class ElasticTrainer:
         self._every = settings.evaluate_every or max(1, self.steps // 20)
         self._loss, self._losses = torch.zeros((), device=workload.device), 0
         self._saved_at = 0
-        self._best: float | None = None
+        self._best = BestModel(folder, higher_is_better=workload.higher_is_better)
         self._line: Line = {}  # of the last sync
         self._written: Line | None = None  # the last line, if this worker wrote it
         self._zero = time.time()  # seconds count from here, those of evaluations too
@@ -63,7 +60,7 @@ class ElasticTrainer:
         elif resume and palsgd.checkpoint.find(folder.checkpoints):
             self._resume()
         elif speaks_for_all(self.opt):
-            self._begin(resume=resume)
+            folder.begin(self._config(), resume=resume)
         self.opt.on(Synced, self._after_sync)
         palsgd.leave_on_sigterm(self.opt)
 
@@ -71,15 +68,10 @@ class ElasticTrainer:
 
     def train(self, whole: Whole | None = None) -> None:
         """`whole` is what the run is part of."""
-        settings = self.settings
-        title = f"{references.short(settings.workload)} {references.short(settings.method)}"
         if self.opt.clock == 0:
-            self._line = start_line(settings, self.steps, settings.workers)
+            self._line = start_line(self.settings, self.steps, self.settings.workers)
             self._write(self._line | self._evaluation())
-        with ProgressBar(
-            title, self.steps, start=self.opt.clock, quiet=self._quiet, whole=whole,
-            work=1.0 if whole is None else work_of([settings]),
-        ) as bar:  # fmt: skip
+        with self._loop.progress(quiet=self._quiet, whole=whole) as bar:
             for batch in palsgd.until(self._loop.batches(), self.opt, steps=self.steps):
                 self._loss += self._loop.gradient(batch)
                 self._losses += 1
@@ -133,22 +125,11 @@ class ElasticTrainer:
     def _evaluation(self) -> dict[str, Any]:
         with self.opt.anchor_weights(), self._loop.autocast():
             found = evaluated(self.workload, self.net)
-            self._keep_if_best(found["metric"])
-        if not math.isfinite(found["loss"]):
-            raise palsgd.NonFiniteError(
-                f"the validation loss is {found['loss']} at step {self.opt.clock}; lower the "
-                "learning rate or clip gradients"
+            self._best.offer(
+                found["metric"], self.net, step=self.opt.clock, writes=speaks_for_all(self.opt)
             )
+        refuse_nonfinite(found, self.opt.clock)
         return found
-
-    def _keep_if_best(self, metric: float) -> None:
-        sign = 1 if self.workload.higher_is_better else -1
-        if self._best is not None and sign * metric <= sign * self._best:
-            return
-        self._best = metric
-        if speaks_for_all(self.opt):
-            model = self.net.state_dict()
-            self.folder.write_best({"step": self.opt.clock, "metric": metric, "model": model})
 
     def _write(self, line: Line) -> None:
         """Add a line to metrics.jsonl, if this worker speaks for all, and to config.yaml that the
@@ -177,28 +158,21 @@ class ElasticTrainer:
     # -- checkpoints, beginning and going on -----------------------------------------------------
 
     def _save(self) -> None:
-        extra = {"time_s": time.time() - self._zero, "best": self._best}
+        extra = {"time_s": time.time() - self._zero, "best": self._best.metric}
         palsgd.checkpoint.save(self.folder.checkpoints, self.net, self.opt, extra=extra)
         self._saved_at = self.opt.clock
 
-    def _begin(self, *, resume: bool) -> None:
-        if resume:
-            self.folder.start_over()
-        elif self.folder.in_use:
-            raise ValueError(
-                f"{self.folder.path} holds a run; add --resume to go on with it, --force to start "
-                "over, or choose another --out"
-            )
+    def _config(self) -> dict[str, Any]:
         config = run_config(
             self.settings, self.workload, self.steps, engine="processes", model=self.net
         )
-        self.folder.create(config | {"goes_on": True})
+        return config | {"goes_on": True}
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint that is whole."""
         loaded = palsgd.checkpoint.load(self.folder.checkpoints, self.net, self.opt)
         self._zero -= loaded.extra["time_s"]
-        self._best, self._saved_at = loaded.extra["best"], self.opt.clock
+        self._best.metric, self._saved_at = loaded.extra["best"], self.opt.clock
         self._draw_anew()
         if speaks_for_all(self.opt):
             self.folder.keep_lines(until_step=self.opt.clock, written=0)
@@ -211,7 +185,7 @@ class ElasticTrainer:
             self._before = {name: lines[-1][name] for name in _COUNTED}
             self._zero = self.folder.written_at - lines[-1]["time_s"]
         best = self.folder.best()
-        self._best, self._saved_at = None if best is None else best["metric"], self.opt.clock
+        self._best.metric, self._saved_at = None if best is None else best["metric"], self.opt.clock
         self._draw_anew()
 
     def _draw_anew(self) -> None:

@@ -1,5 +1,6 @@
 """When a run is evaluated, and what is found."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from palsgd.errors import NonFiniteError
+from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
 from palsgd.schedule import Schedule
@@ -38,6 +41,33 @@ def evaluated(
     if seen is not None:
         found["train_metric"] = workload.score(summed(seen))[1]
     return found
+
+
+def refuse_nonfinite(found: dict[str, float], step: int) -> None:
+    """Raise NonFiniteError if an evaluation found a loss that is inf or nan."""
+    if not math.isfinite(found["loss"]):
+        raise NonFiniteError(
+            f"the validation loss is {found['loss']} at step {step}; lower the learning rate or "
+            "clip gradients"
+        )
+
+
+class BestModel:
+    """The best metric so far, and the model that had it in the folder of the run."""
+
+    def __init__(self, folder: RunFolder, *, higher_is_better: bool):
+        self._folder, self._sign = folder, 1 if higher_is_better else -1
+        self.metric: float | None = None
+
+    def offer(self, metric: float, model: nn.Module, *, step: int, writes: bool) -> None:
+        """Keep a model if it is the best. All ranks keep its metric; the one that `writes` writes
+        the model."""
+        if self.metric is not None and self._sign * metric <= self._sign * self.metric:
+            return
+        self.metric = metric
+        if writes:
+            best = {"step": step, "metric": metric, "model": model.state_dict()}
+            self._folder.write_best(best)
 
 
 def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:

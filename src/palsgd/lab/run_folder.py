@@ -88,6 +88,18 @@ class RunFolder:
 
     # -- writing ---------------------------------------------------------------------------------
 
+    def begin(self, config: Mapping[str, Any], *, resume: bool = False) -> None:
+        """Begin a run in a folder that holds none, unless it is to be resumed and has no
+        checkpoint."""
+        if resume:
+            self.start_over()
+        elif self.in_use:
+            raise ValueError(
+                f"{self.path} holds a run; add --resume to go on with it, --force to start over, "
+                "or choose another --out"
+            )
+        self.create(config)
+
     def create(self, config: Mapping[str, Any]) -> None:
         atomic_write(self.path / "config.yaml", yaml_text({"schema": SCHEMA, **config}))
 

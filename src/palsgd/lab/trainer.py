@@ -1,7 +1,6 @@
 """One run in real processes: the work of each process."""
 
 import logging
-import math
 import os
 import shutil
 import time
@@ -14,19 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 import palsgd
-from palsgd import references, registry
+from palsgd import registry
 from palsgd.events import Averaged, Event, Synced
 from palsgd.lab import workloads
 from palsgd.lab.data.sharding import random_stream
 from palsgd.lab.device import device_words, wait_for
 from palsgd.lab.evaluation import (
+    BestModel,
     evaluated,
     evaluation_is_due,
     random_numbers_kept,
+    refuse_nonfinite,
     statistics_batches,
 )
 from palsgd.lab.factory import MeanNorm, agreement, learning_rate
-from palsgd.lab.forecast import work_of
 from palsgd.lab.provenance import provenance
 from palsgd.lab.run_folder import RunFolder, plain
 from palsgd.lab.settings import Settings
@@ -35,7 +35,7 @@ from palsgd.lab.timeline import Timeline, joined
 from palsgd.lab.worker_changes import Change, changes_in, said_of
 from palsgd.lab.worker_loop import WorkerLoop
 from palsgd.lab.workload import Workload
-from palsgd.progress import ProgressBar, Whole
+from palsgd.progress import Whole
 from palsgd.transports.json_exchange import gathered
 from palsgd.transports.waiting import barrier, waiting_for
 
@@ -81,13 +81,13 @@ class Trainer:
         self._every = settings.evaluate_every or max(1, self.steps // 20)
         self._evaluated_at = self._saved_at = 0
         self._seconds, self._resumed_at = 0.0, time.perf_counter()
-        self._best: float | None = None
+        self._best = BestModel(folder, higher_is_better=workload.higher_is_better)
         self._lines = 0  # of metrics.jsonl
         self._quiet = quiet or self.rank != 0
         if resume and self._has_checkpoint():
             self._resume(elastic=elastic)
         elif self.rank == 0:
-            self._begin(resume=resume)
+            folder.begin(self._config(), resume=resume)
         self._go_on()
         self.opt.on(Averaged, self._after_exchange)
         self.opt.on(Synced, self._after_exchange)
@@ -97,14 +97,9 @@ class Trainer:
 
     def train(self, whole: Whole | None = None) -> None:
         """`whole` is what the run is part of."""
-        settings = self.settings
-        title = f"{references.short(settings.workload)} {references.short(settings.method)}"
         if self.opt.clock == 0:
             self._evaluate()
-        with ProgressBar(
-            title, self.steps, start=self.opt.clock, quiet=self._quiet, whole=whole,
-            work=1.0 if whole is None else work_of([settings]),
-        ) as bar:  # fmt: skip
+        with self._loop.progress(quiet=self._quiet, whole=whole) as bar:
             for batch in palsgd.until(self._loop.batches(), self.opt, steps=self.steps):
                 self._loss += self._loop.gradient(batch)
                 self._losses += 1
@@ -205,12 +200,9 @@ class Trainer:
         self._evaluated_at = self.opt.clock
         lines[-1] |= found
         self._write(lines)
-        self._keep_if_best(found["metric"])
-        if not math.isfinite(found["loss"]):
-            raise palsgd.NonFiniteError(
-                f"the validation loss is {found['loss']} at step {self.opt.clock}; lower the "
-                "learning rate or clip gradients"
-            )
+        with self.opt.anchor_weights():
+            self._best.offer(found["metric"], self.net, step=self.opt.clock, writes=self.rank == 0)
+        refuse_nonfinite(found, self.opt.clock)
         self._go_on()
 
     def _recompute_buffers(self) -> None:
@@ -244,17 +236,6 @@ class Trainer:
         barrier()
         self._resumed_at = time.perf_counter()
         self._timeline.go_on()
-
-    def _keep_if_best(self, metric: float) -> None:
-        sign = 1 if self.workload.higher_is_better else -1
-        if self._best is not None and sign * metric <= sign * self._best:
-            return
-        self._best = metric
-        if self.rank == 0:
-            with self.opt.anchor_weights():
-                self.folder.write_best(
-                    {"step": self.opt.clock, "metric": metric, "model": self.net.state_dict()}
-                )
 
     def _config(self) -> dict[str, Any]:
         twin = {} if self._twin_of is None else {"twin_of": self._twin_of}
@@ -291,7 +272,7 @@ class Trainer:
             "losses": self._losses,
             "spans": self._timeline.spans_to_save(),
             "time_s": self._seconds,
-            "best": self._best,
+            "best": self._best.metric,
             "lines": self._lines,
             "batch_size": self.settings.batch_size,
             "gradient_steps": self._gradient_steps(),
@@ -303,16 +284,6 @@ class Trainer:
         return gathered(self.opt.gradient_steps)[:: self.settings.ranks_per_worker]
 
     # -- beginning and going on ------------------------------------------------------------------
-
-    def _begin(self, *, resume: bool) -> None:
-        if resume:
-            self.folder.start_over()
-        elif self.folder.in_use:
-            raise ValueError(
-                f"{self.folder.path} holds a run; add --resume to go on with it, --force to start "
-                "over, or choose another --out"
-            )
-        self.folder.create(self._config())
 
     def _has_checkpoint(self) -> bool:
         """Does any rank see one, damaged or not? Machines may have disks of their own."""
@@ -351,7 +322,7 @@ class Trainer:
             self._losses = state["losses"]
             self._timeline.restore(state["spans"])
         self._lines, self._seconds = state["lines"], state["time_s"]
-        self._best = state["best"] if self._has_best() else None
+        self._best.metric = state["best"] if self._has_best() else None
         self._timeline.go_on(at=self._seconds)
 
     def _has_best(self) -> bool:

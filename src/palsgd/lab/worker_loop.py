@@ -13,11 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 import palsgd
+from palsgd import references
 from palsgd.lab.data.sharding import Changes
 from palsgd.lab.factory import build_optimizer, low_precision
+from palsgd.lab.forecast import work_of
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
 from palsgd.process_groups import twin
+from palsgd.progress import ProgressBar, Whole
 
 
 class WorkerLoop:
@@ -62,6 +65,15 @@ class WorkerLoop:
         if self.world == 1 or self._transport is not None:
             return self.net, None
         return DistributedDataParallel(self.net, process_group=self._own_group), self._own_group
+
+    def progress(self, *, quiet: bool, whole: Whole | None) -> ProgressBar:
+        """The bar of the steps that are left, as a part of the `whole` that the run belongs to."""
+        settings, short = self.settings, references.short
+        title = f"{short(settings.workload)} {short(settings.method)}"
+        work = 1.0 if whole is None else work_of([settings])
+        return ProgressBar(
+            title, self.steps, start=self.opt.clock, quiet=quiet, whole=whole, work=work
+        )
 
     def close(self) -> None:
         """End a program of which nothing is kept. One that is dropped unsynced would be warned

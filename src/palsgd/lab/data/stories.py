@@ -18,11 +18,10 @@ def _by_hero(she: str, he: str) -> Slot:
 
 
 # A model learns to repeat the words of one slot after those of another, each suddenly. What comes
-# up again in most stories is learnt early, whatever the seed. What comes up again seldom is learnt
+# up again in every story is learnt early, whatever the seed. What comes up again in some is learnt
 # late or not at all, and if it is worth some percent of the loss, runs that differ in their seed
-# alone end so far apart. So such slots are drawn anew at each mention, or mentioned once. Of those
-# that are left `sad` and `colour` are worth half a percent each, and `food` comes up several times
-# if at all.
+# alone end so far apart. So only the two names are remembered. All else is drawn anew at each
+# mention, and the rules say "it" where a story means the same thing again.
 SLOTS = {
     "hero": _remembered("lily tom mia ben sara tim anna max lucy sam emma jack zoe leo ella finn"),
     "she": _by_hero("she", "he"),
@@ -33,12 +32,12 @@ SLOTS = {
     "animal": _fresh("dog cat rabbit bear bird frog duck mouse fox owl turtle squirrel"),
     "family": _fresh("mom dad grandma grandpa sister brother aunt uncle"),
     "trait": _fresh("kind brave curious shy clever gentle funny quiet careful honest"),
-    "place": _remembered("park forest garden beach farm river hill lake village castle cave zoo"),
+    "place": _fresh("park forest garden beach farm river hill lake village castle cave zoo"),
     "weather": _fresh("sunny rainy windy cold warm snowy cloudy foggy"),
-    "colour": _remembered("red blue green yellow pink purple orange white black golden"),
-    "toy": _remembered("ball kite doll boat drum puzzle robot train balloon book car bell"),
-    "food": _remembered("cake apple pie bread soup cheese honey corn jam rice"),
-    "sad": _remembered("sad upset worried scared lonely angry"),
+    "colour": _fresh("red blue green yellow pink purple orange white black golden"),
+    "toy": _fresh("ball kite doll boat drum puzzle robot train balloon book car bell"),
+    "food": _fresh("cake apple pie bread soup cheese honey corn jam rice"),
+    "sad": _fresh("sad upset worried scared lonely angry"),
     "glad": _fresh("happy glad proud excited cheerful thankful"),
     "size": _fresh("big small tiny huge little old pretty tall"),
     "how": _fresh("slowly quickly quietly carefully happily gently loudly bravely"),
@@ -85,12 +84,12 @@ RULES = {
         "play",
         4,
         goes_on=[
-            (3, "{hero} {did} {how} with the {toy} ."),
-            (2, "{friend} wanted to hold the {toy} too ."),
-            (1, '" look at the {colour} {toy} ! " said {hero} .'),
+            (3, "{hero} {did} {how} with it ."),
+            (2, "{friend} wanted to hold it too ."),
+            (1, '" look how {size} it is ! " said {hero} .'),
         ],
         ends=[
-            (2, "then the {toy} fell into the water .", "broken"),
+            (2, "then it fell into the water .", "broken"),
             (1, "they {did} {how} until it was late .", "evening"),
         ],
     ),
@@ -98,12 +97,12 @@ RULES = {
         "eat",
         3,
         goes_on=[
-            (3, "{hero} ate some of the {food} {how} ."),
+            (3, "{hero} ate some of it {how} ."),
             (2, "{friend} took a {size} bite and was {glad} ."),
         ],
         ends=[
-            (2, "they took the rest of the {food} home to {her} {family} .", "happy"),
-            (1, "but the {food} in the basket was not for them .", "broken"),
+            (2, "they took the rest home to {her} {family} .", "happy"),
+            (1, "but the basket was not for them .", "broken"),
         ],
     ),
     **_while_it_lasts(
@@ -113,7 +112,7 @@ RULES = {
             (3, "{hero} looked behind the {hide} ."),
             (2, "{friend} looked under the {size} {hide} ."),
         ],
-        ends=[(2, "at last they saw the {toy} in the {place} .", "happy")],
+        ends=[(2, "at last they saw it behind the {hide} .", "happy")],
     ),
     "broken": [
         Rule(2, "{hero} felt {sad} and began to cry .", "help"),
@@ -125,11 +124,11 @@ RULES = {
     ],
     "happy": [
         Rule(2, '" thank you , {friend} ! " said {hero} .', "evening"),
-        Rule(2, '" now i am not {sad} , " said {hero} , " i am {glad} . "', "evening"),
+        Rule(2, '" now i am {glad} , " said {hero} .', "evening"),
         Rule(1, "they laughed and {did} {how} .", "evening"),
     ],
     "evening": [
-        Rule(3, "when the sun went down {hero} told {her} {family} about the {place} .", "moral"),
+        Rule(3, "when the sun went down {hero} told {her} {family} about it .", "moral"),
         Rule(1, "in the evening {she} was {glad} and tired .", "moral"),
     ],
     "moral": [
