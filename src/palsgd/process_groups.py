@@ -81,7 +81,7 @@ def backends_of(group: ProcessGroup | None) -> dict[str, str]:
 
 
 def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def device_of(group: ProcessGroup | None) -> torch.device:

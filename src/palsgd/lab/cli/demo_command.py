@@ -23,7 +23,7 @@ def demo(
     force: Force = False,
     resume: Resume = False,
 ) -> None:
-    """My link has 100 Mbit/s: what do I gain, what do I lose? Two minutes.
+    """Say what you gain and lose over your link. It takes about two minutes.
 
     Real processes time the steps of each method and train one seed of it to the end. They do so
     over an emulated link on Linux as root. Elsewhere there is no emulated link, and seconds are

@@ -88,7 +88,9 @@ def plan(
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Say which method, H, delay and codec reach DDP's quality soonest on a cluster.
+    """Say what pays on a cluster: method, H, delay, codec.
+
+    That is what reaches DDP's quality soonest.
 
     Example: palsgd plan --step-ms 50 --parameters 8M --rate 100mbit
     """

@@ -20,7 +20,7 @@ def report(
         Path | None, typer.Option(help="Also write TensorBoard event files into this folder.")
     ] = None,
 ) -> None:
-    """Make one self-contained HTML page of any runs, with its figures as SVG and PNG beside it.
+    """Make one HTML page of any runs. Its figures lie beside it as SVG and PNG too.
 
     The same runs give the time over any link. --link 100mbit,20ms takes the time of a gradient
     step from the runs, --link 100mbit,20ms,step=50ms takes yours.

@@ -57,8 +57,9 @@ def theory(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure Theorem 2: error against the bound, exponents, other draws, p and eta, each lemma.
+    """Measure Theorem 2 and its lemmas.
 
+    That is the error against the bound, exponents, other draws, p and eta, and each lemma.
     The conclusion comes last. The chance that any of its verdicts is wrong is at most 5%.
 
     Example: palsgd theory --problem logistic --mu 0.25 --workers 8 --out runs/theory

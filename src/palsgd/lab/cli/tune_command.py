@@ -63,8 +63,9 @@ def tune(
     resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose settings for each method with equally many trials and examples, on held out data.
+    """Choose settings for each method.
 
+    All methods have equally many trials and gradient examples, and are judged on held out data.
     Settings that are given are not searched. `palsgd compare --tuned FILE` uses the result.
 
     Example: palsgd tune digits --trials 16 --seeds 4 --out tuned.yaml
