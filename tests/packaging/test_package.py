@@ -118,11 +118,7 @@ def test_links_of_the_index_page_are_absolute_and_lead_to_files_of_the_release(p
 
 
 def test_tests_of_the_sdist_run_from_its_own_files(package):
-    chosen = (
-        "tests/library/test_units.py",
-        "tests/library/test_layers.py",
-        "tests/golden/test_pairwise.py",
-    )
+    chosen = ("tests/library/test_units.py", "tests/library/test_layers.py")
     said = ran(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen,
                folder=package.unpacked, PYTHONPATH=str(package.unpacked / "src"))  # fmt: skip
     assert re.search(r"\d+ passed", said)
