@@ -1,7 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test test-integrations demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
+.PHONY: setup test test-integrations test-oldest package test-package demo demo-picture lint bench \
+	mutants chaos soak fuzz torch-tests clean
 
 setup: .venv/installed
 
@@ -9,7 +10,7 @@ setup: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "palsgd needs Python 3.11 or newer, found $$($(PYTHON) --version); use make PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,vision,tensorboard,dev]'
 	@touch $@
 
 demo: setup
@@ -29,6 +30,32 @@ test: lint
 test-integrations: setup
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,ray,trackers]'
 	PALSGD_FRAMEWORKS_REQUIRED=1 $(BIN)/python -m pytest tests/integrations
+
+# The library on the oldest torch that pyproject.toml states, in an environment of its own.
+OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+LIBRARY := tests/library tests/methods tests/transports tests/codecs tests/simulator tests/cluster
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(LIBRARY)
+
+.venv-oldest/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -e '.[lab]' \
+		'torch==$(OLDEST).*' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+# The wheel and the sdist, as they are released (docs/releasing.md).
+package: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
+# The fast tests, in the unpacked sdist; tests/packaging has what both files must be like.
+UNPACKED := build/sdist
+test-package: package
+	rm -rf $(UNPACKED) && mkdir -p $(UNPACKED)
+	tar -xzf dist/palsgd-*.tar.gz -C $(UNPACKED) --strip-components 1
+	cd $(UNPACKED) && PYTHONPATH=src $(CURDIR)/$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest tests/packaging
 
 lint: setup
 	$(BIN)/ruff check .
@@ -64,4 +91,4 @@ torch-tests: setup
 	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -54,6 +54,7 @@ LONGEST = (
     "test_two_levels.py",
     "test_sharding.py",
     "test_sync.py",
+    "test_package.py",
     "test_timeouts.py",
     "test_timing.py",
     "test_cifar10.py",

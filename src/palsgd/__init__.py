@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from palsgd.transports import Alone, ElasticTransport, Message, Transport
     from palsgd.two_levels import worker_groups
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DDP",

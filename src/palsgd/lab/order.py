@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from palsgd.lab.extras import missing
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import TIMEOUT_S, Settings
 from palsgd.progress import Whole
@@ -96,9 +97,10 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Self:
         ours = type(error).__module__.startswith("palsgd.")
+        said = missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
         return cls(
             kind=type(error).__name__,
-            message=" ".join(str(error).split()),
+            message=" ".join(said.split()),
             trace="".join(traceback.format_exception(error)),
             refuses_input=isinstance(error, ValueError) and (ours or type(error) is ValueError),
             at=time.time(),
@@ -119,7 +121,7 @@ class Failure:
     def expected(self) -> bool:
         """Is its line enough, without a traceback?"""
         kind = getattr(builtins, self.kind, RuntimeError)
-        return self.refuses_input or issubclass(kind, RuntimeError | OSError)
+        return self.refuses_input or issubclass(kind, RuntimeError | OSError | ModuleNotFoundError)
 
     def write(self, folder: Path) -> None:
         write_json(_place(folder, os.environ["RANK"]), vars(self))

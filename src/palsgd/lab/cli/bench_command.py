@@ -32,22 +32,27 @@ def link(
     ] = "stories",
     changes: Changes = None,
     rate: Annotated[
-        str, typer.Option(help="Of every worker's link, each way, e.g. 10mbit, 1gbit; or none.")
+        str,
+        typer.Option(help="Rate of every worker's link, each way, e.g. 10mbit or 1gbit; or none."),
     ] = "100mbit",
     latency: Annotated[
-        str, typer.Option(help="Of every packet, one way: milliseconds, or e.g. 50us.")
+        str, typer.Option(help="Latency of every packet, one way: milliseconds, or e.g. 50us.")
     ] = "0",
     loss: Annotated[float, typer.Option(help="Share of the packets that every link drops.")] = 0.0,
     slow_worker: Annotated[
-        str | None, typer.Option(help="Another rate for the last worker's link, e.g. 10mbit.")
+        str | None, typer.Option(help="Rate of the last worker's link, if it differs, e.g. 10mbit.")
     ] = None,
     lossy: Annotated[
         float | None, typer.Option(help="Share of the packets that the last worker's link drops.")
     ] = None,
     methods: Methods = None,
     workers: Workers = None,
-    steps: Annotated[int | None, typer.Option(help="Of the clock.", show_default="64")] = None,
-    sync_every: Annotated[int | None, typer.Option(help="H.", show_default="16")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of the clock.", show_default="64")
+    ] = None,
+    sync_every: Annotated[
+        int | None, typer.Option(help="H, the steps between two syncs.", show_default="16")
+    ] = None,
     mix_prob: MixProb = None,
     mix_rate: MixRate = None,
     pull: Pull = None,
@@ -59,9 +64,9 @@ def link(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Methods over emulated links: every worker in a network namespace behind a shaped interface.
+    """Run methods over emulated links: each worker has a network namespace and a shaped interface.
 
-    That takes Linux and root; elsewhere the times are projected from a run over loopback.
+    This needs Linux and root. Elsewhere times are projected from a run over loopback.
 
     Example: palsgd bench link stories --workers 4 --rate 100mbit --latency 20
     """

@@ -16,77 +16,86 @@ Recipe = Annotated[
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Argument(help="Any other settings, e.g. lr=0.01 warmup_steps=100.", show_default=False),
+    typer.Argument(help="Other settings, e.g. lr=0.01 warmup_steps=100.", show_default=False),
 ]
 METHODS = ", ".join(registry.names())
-MethodName = Annotated[str | None, typer.Option(help=f"One of {METHODS}.")]
+MethodName = Annotated[str | None, typer.Option(help=f"The method: one of {METHODS}.")]
 Methods = Annotated[
     str | None,
     typer.Option(
-        help=f"Which, separated by commas, of {METHODS}.", show_default="the paper's four"
+        help=f"Methods, separated by commas, out of {METHODS}.", show_default="the paper's four"
     ),
 ]
-Workers = Annotated[int | None, typer.Option(help="How many.", show_default="the recipe's")]
+Workers = Annotated[
+    int | None, typer.Option(help="Number of workers.", show_default="the recipe's")
+]
 RanksPerWorker = Annotated[
     int | None,
     typer.Option(
-        help="Processes of each worker, which share its batches and average every gradient.",
+        help="Processes per worker. They share its batches and average every gradient.",
         show_default="the recipe's",
     ),
 ]
-Steps = Annotated[int | None, typer.Option(help="Of the clock.", show_default="the recipe's")]
+Steps = Annotated[int | None, typer.Option(help="Steps of the clock.", show_default="the recipe's")]
 SyncEvery = Annotated[
     str | None,
     typer.Option(
-        help="H; or auto: by what a sync costs; or how it changes: 0:16,1000:64, or qsr:16:0.05 "
-        "for max(16, (0.05 / lr)^2).",
+        help="H, the steps between two syncs. auto chooses H by what a sync costs. 0:16,1000:64 "
+        "changes it at these clocks. qsr:16:0.05 means max(16, (0.05 / lr)^2).",
         show_default="the recipe's",
     ),
 ]
-MixProb = Annotated[float | None, typer.Option(help="p.", show_default="the recipe's")]
+MixProb = Annotated[
+    float | None, typer.Option(help="p, the share of steps that mix.", show_default="the recipe's")
+]
 MixRate = Annotated[
     str | None,
     typer.Option(
-        help="eta, or how it changes: 0:16,1000:8 (at steps) or cosine:16..0.",
+        help="eta, the paper's strength of mixing. 0:16,1000:8 changes it at these clocks, "
+        "cosine:16..0 along a cosine.",
         show_default="the recipe's",
     ),
 ]
 Pull = Annotated[
     str | None,
     typer.Option(
-        help="Instead of --mix-rate: the share of a round's displacement that its mixing steps "
+        help="In place of --mix-rate: the share of a round's displacement that its mixing steps "
         "take back.",
         show_default="the recipe's",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(show_default="the recipe's")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the first run.", show_default="the recipe's")
+]
 Seeds = Annotated[
-    int, typer.Option(min=1, help="So many, counted from --seed; the same for all methods.")
+    int,
+    typer.Option(min=1, help="Number of seeds, counted from --seed. All methods have the same."),
 ]
 Controls = Annotated[
     bool,
     typer.Option(
         "--controls",
-        help="Also run what tells the parts of a mixing method apart: no pull, the raised learning "
-        "rate alone, equal gradients, and more.",
+        help="Also run controls, which tell the parts of a mixing method apart: no pull, the "
+        "raised learning rate alone, equal gradients, and more.",
     ),
 ]
 Tuned = Annotated[
     str | None,
     typer.Option(
-        help="A file of palsgd tune, with settings for each method; none: the recipe's for all.",
+        help="A file of palsgd tune with settings for each method. none gives all methods the "
+        "recipe's.",
         show_default="the recipe's, if it comes with one and no settings are given",
     ),
 ]
 Simulate = Annotated[
-    bool, typer.Option("--simulate", help="All workers in this process, on one device.")
+    bool, typer.Option("--simulate", help="Simulate all workers in this process, on one device.")
 ]
 OnCluster = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Tell a simulation's time as on this cluster: rate, latency and other fields, e.g. "
-        "100mbit,20ms,step=50ms, or a YAML file with them.",
+        help="Give the time of a simulation as on this cluster: rate, latency and other fields, "
+        "e.g. 100mbit,20ms,step=50ms, or a YAML file with them.",
         show_default=False,
     ),
 ]
@@ -94,7 +103,7 @@ OnLink = Annotated[
     str | None,
     typer.Option(
         "--link",
-        help="Project seconds on this link: rate, latency and other fields of a cluster, e.g. "
+        help="Project seconds onto this link: rate, latency and other fields of a cluster, e.g. "
         "100mbit,20ms or 100mbit,20ms,step=50ms.",
         show_default=False,
     ),
@@ -107,58 +116,60 @@ Data = Annotated[
     typer.Option(help="Folder with the data, for workloads that need files.", show_default="data"),
 ]
 Download = Annotated[bool, typer.Option("--download", help="Fetch missing data.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda or auto. auto takes a GPU where there is one.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Start over in a folder that is in use.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where a stopped run is.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
 Elastic = Annotated[
     bool,
     typer.Option(
         "--elastic",
-        help="With --resume: go on with --workers, or with as many as torchrun has started, though "
-        "the run had another number.",
+        help="With --resume: the number of workers may differ from the run's. It is --workers, or "
+        "as many as torchrun has started.",
     ),
 ]
 KeepBatch = Annotated[
     str,
     typer.Option(
-        help="Whose batch stays the same where the number of workers changes: that of a worker, or "
-        "the global one, which is that of all together.",
+        help="What stays the same if the number of workers changes: worker, the batch of each "
+        "worker, or global, the batch of all together.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, only results.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress, only results.")]
 Restarts = Annotated[
     int,
     typer.Option(
         min=0,
         help="If a worker process fails, start all of them again from the last checkpoint, at most "
-        "so many times; under torchrun use its --max-restarts.",
+        "this many times. Under torchrun use its --max-restarts.",
     ),
 ]
 GoOn = Annotated[
     bool,
     typer.Option(
         "--go-on",
-        help="Go on without a worker process that dies; with --restarts it is started again and "
+        help="Go on without a worker process that dies. With --restarts it is started again and "
         "joins the others at a sync.",
     ),
 ]
 MinWorkers = Annotated[
     int | None,
-    typer.Option(min=1, help="With --go-on: end when fewer workers are left.", show_default="1"),
+    typer.Option(
+        min=1, help="With --go-on: end if fewer workers than this are left.", show_default="1"
+    ),
 ]
 Deadline = Annotated[
     float | None,
     typer.Option(
-        help="With --go-on: seconds from the first worker's arrival at a sync after which it goes "
-        "on without the others.",
+        help="With --go-on: seconds that a sync waits for late workers. They count from the "
+        "arrival of its first worker.",
         show_default="none",
     ),
 ]
 Timeout = Annotated[
     float,
-    typer.Option(
-        help="Seconds that a worker waits in one exchange for the others before it gives up."
-    ),
+    typer.Option(help="Seconds that a worker waits for the others in one exchange."),
 ]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html.")]
 

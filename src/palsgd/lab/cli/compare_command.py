@@ -73,7 +73,7 @@ def compare(
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
-    """Run several methods on the same data and seeds, and say what may be said of them.
+    """Compare methods on the same data and seeds. Say who ends better or worse.
 
     Verdicts need several seeds, and settings that were tuned for each method.
 

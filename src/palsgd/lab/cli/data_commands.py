@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[
     str,
-    typer.Argument(help="The data, or a workload that needs them; `palsgd data list` has both."),
+    typer.Argument(help="Data, or a workload that needs them. `palsgd data list` shows both."),
 ]
 
 
@@ -38,7 +38,7 @@ def data_list(data: Data = None) -> None:
 
 
 def fetch(name: Name, data: Data = None, quiet: Quiet = False) -> None:
-    """Download data, where there is a network. What is there already is left alone.
+    """Download data. Data that are there already stay as they are.
 
     Example: palsgd data fetch cifar10 --data data
     """
@@ -55,7 +55,10 @@ def fetch(name: Name, data: Data = None, quiet: Quiet = False) -> None:
 
 def check(
     name: Annotated[
-        str | None, typer.Argument(help="As for fetch.", show_default="all that are there")
+        str | None,
+        typer.Argument(
+            help="Data, or a workload that needs them.", show_default="all that are there"
+        ),
     ] = None,
     data: Data = None,
 ) -> None:

@@ -23,12 +23,12 @@ def demo(
     force: Force = False,
     resume: Resume = False,
 ) -> None:
-    """My link has 100 Mbit/s: what do I gain, what do I lose? Two minutes.
+    """Say what you gain and lose over your link. It takes about two minutes.
 
-    Real processes time the steps of each method and train one seed of it to the end, over an
-    emulated link where this machine allows it (Linux, root); elsewhere without one, and seconds
-    are projected. Simulated workers train many seeds, that one too: the two are compared. With more
-    latency it takes longer: DDP exchanges something 600 times.
+    Real processes time the steps of each method and train one seed of it to the end. They do so
+    over an emulated link on Linux as root. Elsewhere there is no emulated link, and seconds are
+    projected. Simulated workers train many seeds, that one too, and the two are compared. More
+    latency makes the demo longer, as DDP exchanges gradients 600 times.
 
     Example: palsgd demo --link 100mbit,20ms
     """

@@ -30,10 +30,12 @@ def explain(
     mix_rate: MixRate = None,
     pull: Pull = None,
     seed: Seed = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How many to show.")] = 2,
-    first_round: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds to show.")] = 2,
+    first_round: Annotated[int, typer.Option(min=0, help="The first round to show.")] = 0,
 ) -> None:
-    """Show what a setting will do: who mixes when, gradients, bytes, beta, and warnings.
+    """Show what a setting will do.
+
+    That is who mixes when, how many gradients and bytes there are, beta, and warnings.
 
     Example: palsgd explain stories --sync-every 64 --mix-prob 0.1
     """

@@ -25,6 +25,7 @@ from palsgd.lab.cli.sweep_command import sweep
 from palsgd.lab.cli.theory_command import theory
 from palsgd.lab.cli.train_command import train
 from palsgd.lab.cli.tune_command import tune
+from palsgd.lab.extras import missing
 from palsgd.lab.torchrun import under_torchrun
 
 app = typer.Typer(
@@ -32,13 +33,15 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Train data-parallel over links too slow for an all-reduce at every step: compare "
-    "methods, see what they gain.",
+    help="Train data-parallel over links that are too slow for an all-reduce at every step. "
+    "Compare methods, and see what they gain and lose.",
 )
 data_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="The files that workloads read."
 )
-bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure.")
+bench_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure methods on this machine."
+)
 
 
 def _stoppable(command: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +89,10 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="Versions and commit, and exit."
+            "--version",
+            callback=_say_version,
+            is_eager=True,
+            help="Show versions and commit, and exit.",
         ),
     ] = False,
 ) -> None:
@@ -123,5 +129,7 @@ def main() -> None:
         fail("stopped", 130)
     except ValueError as error:
         fail(str(error), 2)
+    except ModuleNotFoundError as error:
+        fail(missing(error), 1)
     except (RuntimeError, OSError) as error:
         fail(f"{error}", 1)

@@ -21,62 +21,76 @@ from palsgd.lab.cli.output import print_parts
 def plan(
     recipe: Annotated[
         str | None,
-        typer.Argument(help="A recipe to measure; not needed with --step-ms and --parameters."),
+        typer.Argument(help="The recipe to measure. --step-ms and --parameters replace it."),
     ] = None,
     workers: Workers = None,
-    rate: Annotated[str, typer.Option(help="Of a worker's (or node's) link, each way.")] = "1gbit",
-    latency: Annotated[str, typer.Option(help="One way: milliseconds, or e.g. 50us.")] = "1",
+    rate: Annotated[
+        str, typer.Option(help="Rate of a worker's (or node's) link, each way.")
+    ] = "1gbit",
+    latency: Annotated[
+        str, typer.Option(help="Latency, one way: milliseconds, or e.g. 50us.")
+    ] = "1",
     step_ms: Annotated[
-        float | None, typer.Option(help="Of a gradient step.", show_default="measured")
+        float | None, typer.Option(help="Milliseconds of a gradient step.", show_default="measured")
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(help="E.g. 100K, 8M or 70B.", show_default="the recipe's")
+        str | None,
+        typer.Option(help="Size of the model, e.g. 100K, 8M or 70B.", show_default="the recipe's"),
     ] = None,
     steps: Steps = None,
     mix_prob: MixProb = None,
     extra_steps: Annotated[
         float | None,
         typer.Option(
-            help="The share of steps that methods with rounds need beyond DDP's.",
+            help="Steps that methods with rounds need beyond DDP's, as a share of DDP's.",
             show_default="as measured",
         ),
     ] = None,
     slow_link: Annotated[
         str | None, typer.Option(help="Rate of the slowest worker's link, if links are uneven.")
     ] = None,
-    spread: Annotated[str, typer.Option(help="Of steps: constant, lognormal, heavy-tail.")] = (
-        "constant"
-    ),
-    cv: Annotated[float, typer.Option(help="Deviation over mean of lognormal steps.")] = 0.1,
-    straggler: Annotated[float, typer.Option(help="How much slower some workers are.")] = 1.0,
-    stragglers: Annotated[int, typer.Option(help="How many these are.")] = 1,
-    per_node: Annotated[int, typer.Option(help="Workers that share a fast node.")] = 1,
+    spread: Annotated[
+        str, typer.Option(help="How step times vary: constant, lognormal, heavy-tail.")
+    ] = "constant",
+    cv: Annotated[
+        float, typer.Option(help="Standard deviation of lognormal step times over their mean.")
+    ] = 0.1,
+    straggler: Annotated[float, typer.Option(help="Factor by which stragglers are slower.")] = 1.0,
+    stragglers: Annotated[int, typer.Option(help="Number of stragglers.")] = 1,
+    per_node: Annotated[
+        int, typer.Option(help="Workers per node. Links inside a node are fast.")
+    ] = 1,
     ranks_per_worker: Annotated[
-        int, typer.Option(help="Devices of each worker, which average every gradient.")
+        int, typer.Option(help="Devices per worker. They average every gradient.")
     ] = 1,
     node_rate: Annotated[
-        str, typer.Option(help="Inside a node, or between the ranks of a worker.")
+        str, typer.Option(help="Rate inside a node, or between the ranks of a worker.")
     ] = "1200gbit",
-    node_latency: Annotated[str, typer.Option(help="Of these links, e.g. 5us.")] = "5us",
-    all_reduce: Annotated[str, typer.Option(help="auto, ring, tree, two-level, or gloo.")] = "auto",
+    node_latency: Annotated[str, typer.Option(help="Latency there, e.g. 5us.")] = "5us",
+    all_reduce: Annotated[
+        str, typer.Option(help="Algorithm: auto, ring, tree, two-level or gloo.")
+    ] = "auto",
     overlap: Annotated[
         float, typer.Option(help="Share of a step behind which DDP hides its all-reduces.")
     ] = 2 / 3,
     coding_ns: Annotated[
         float | None,
-        typer.Option(help="To code an element of a sync.", show_default="measured, or a core's"),
+        typer.Option(help="Nanoseconds to code a number.", show_default="measured, or a core's"),
     ] = None,
     paper_clusters: Annotated[
-        bool, typer.Option("--paper-clusters", help="The paper's clusters and speed-ups instead.")
+        bool,
+        typer.Option("--paper-clusters", help="Show the paper's clusters and speed-ups instead."),
     ] = False,
     scale_study: Annotated[
-        bool, typer.Option("--scale-study", help="8 to 10,000 workers, 8M to 70B, instead.")
+        bool, typer.Option("--scale-study", help="Show 8 to 10,000 workers and 8M to 70B instead.")
     ] = False,
     data: Data = None,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Say what reaches DDP's quality soonest on a cluster: method, H, delay, code.
+    """Say what pays on a cluster: method, H, delay, codec.
+
+    That is what reaches DDP's quality soonest.
 
     Example: palsgd plan --step-ms 50 --parameters 8M --rate 100mbit
     """

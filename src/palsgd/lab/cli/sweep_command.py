@@ -30,14 +30,16 @@ def sweep(
     values: Annotated[
         list[str],
         typer.Argument(
-            help="Fields and their values, e.g. sync_every=32,64,128 seed=2022,2023,2024; or the "
-            "name of one of the paper's grids, e.g. cifar10-vgg16/H.",
+            help="Fields and their values, e.g. sync_every=32,64,128 seed=2022,2023,2024, or the "
+            "name of a grid, e.g. cifar10-vgg16/H.",
             show_default=False,
         ),
     ],
     random: Annotated[
         int | None,
-        typer.Option(help="So many random points; values may be ranges such as lr=1e-4..1e-1."),
+        typer.Option(
+            help="Number of random points. Values may then be ranges, e.g. lr=1e-4..1e-1."
+        ),
     ] = None,
     seeds: Seeds = 1,
     simulate: Simulate = False,

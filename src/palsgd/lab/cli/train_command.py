@@ -68,7 +68,9 @@ def train(
     quiet: Quiet = False,
     report: Report = True,
 ) -> None:
-    """Train one workload with one method, in processes started here, under torchrun, or simulated.
+    """Train one workload with one method.
+
+    Workers are processes that are started here or by torchrun, or they are simulated.
 
     Example: palsgd train stories --method palsgd --workers 2 --steps 500
     """

@@ -29,17 +29,27 @@ def tune(
     recipe: Recipe,
     changes: Changes = None,
     methods: Methods = None,
-    trials: Annotated[int, typer.Option(help="Points of the search space for each method.")] = 16,
+    trials: Annotated[
+        int, typer.Option(help="Points of the search space that each method tries.")
+    ] = 16,
     seeds: Annotated[
-        int, typer.Option(help="Of the better half of the points; fresh ones confirm the best two.")
+        int,
+        typer.Option(
+            help="Seeds for the better half of the points. Fresh seeds confirm the best two."
+        ),
     ] = 4,
     simulate: Annotated[
-        bool, typer.Option("--simulate/--processes", help="All workers in this process, or not.")
+        bool,
+        typer.Option(
+            "--simulate/--processes", help="All workers in this process, or real processes."
+        ),
     ] = True,
     workers: Workers = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Gradients of each worker in a run.", show_default="the recipe's"),
+        typer.Option(
+            help="Gradients that each worker takes in a run.", show_default="the recipe's"
+        ),
     ] = None,
     seed: Seed = None,
     out: Annotated[
@@ -53,8 +63,9 @@ def tune(
     resume: Resume = False,
     quiet: Quiet = False,
 ) -> None:
-    """Choose each method's settings by equally many trials and gradient examples, on held out data.
+    """Choose settings for each method.
 
+    All methods have equally many trials and gradient examples, and are judged on held out data.
     Settings that are given are not searched. `palsgd compare --tuned FILE` uses the result.
 
     Example: palsgd tune digits --trials 16 --seeds 4 --out tuned.yaml
