@@ -10,6 +10,7 @@ The agreement is 1 where all workers moved alike, and about 1 / K where each fol
 its own data. One number travels with the model, and one is kept.
 """
 
+import argparse
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 import palsgd
 
-WORKERS, STEPS = 4, 200
+WORKERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,16 @@ def optimizer(model):
 
 
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    args = parser.parse_args()
     result = palsgd.simulate(
-        workers=WORKERS, steps=STEPS, model=lambda: nn.Linear(8, 1), loss=loss, data=shard,
-        method=optimizer, vectorize=False,
+        workers=WORKERS, steps=args.steps, model=lambda: nn.Linear(8, 1), loss=loss, data=shard,
+        method=optimizer, vectorize=False, device="cuda" if torch.cuda.is_available() else "cpu",
     )  # fmt: skip
     kept = palsgd.state.numbers(result.optimizers[0].state_dict())["method"]["global scalars"]
     print(f"loss {result.history[0]['loss']:.3f} -> {result.history[-1]['loss']:.3f}")
     print(f"agreement in the last round: {kept['agreement']:.3f}")
-    return result
 
 
 if __name__ == "__main__":

@@ -6,29 +6,34 @@ It holds the store in which workers meet, starts three workers, kills one and ha
 take its place.
 """
 
+import argparse
 import os
 import subprocess
 import sys
 import time
 
 import torch
-from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, TensorDataset
 
-from palsgd import PALSGD, ElasticTransport, events, until
+from palsgd import PALSGD, ElasticTransport, events, process_groups, until
 
-WORKERS, STEPS = 3, 1000
+WORKERS = 3
 
 
-def train(*, stands_by: bool) -> None:
+def clouds(count: int) -> tuple[Tensor, Tensor]:
+    """Points around ten centres, and the centre of each: the same on all workers."""
+    random = torch.Generator().manual_seed(0)
+    centres, labels = torch.randn(10, 64, generator=random), torch.arange(count) % 10
+    return centres[labels] + 1.5 * torch.randn(count, 64, generator=random), labels
+
+
+def train(steps: int, *, stands_by: bool) -> None:
+    device, _ = process_groups.device_and_backend()  # the transport sends over gloo
+    inputs, labels = (each.to(device) for each in clouds(2000))
     torch.manual_seed(0)  # every worker starts from the same weights
-    images, labels = load_digits(return_X_y=True)
-    images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-    train, test = torch.randperm(len(labels)).split([1437, 360])
-
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stands_by:
         stand_by()
@@ -36,15 +41,16 @@ def train(*, stands_by: bool) -> None:
     opt = PALSGD(model, inner, sync_every=25, transport=transport)
     tell(transport, opt)
 
-    own = train[transport.worker :: WORKERS]  # a worker that comes back has the same examples
-    loader = DataLoader(TensorDataset(images[own], labels[own]), batch_size=32, shuffle=True)
-    for batch, target in until(loader, opt, steps=STEPS):
+    # A worker that comes back has the same examples.
+    own = slice(400 + transport.worker, None, WORKERS)
+    loader = DataLoader(TensorDataset(inputs[own], labels[own]), batch_size=32, shuffle=True)
+    for batch, target in until(loader, opt, steps=steps):
         time.sleep(0.01)  # a larger model would take so long
         nn.functional.cross_entropy(model(batch), target).backward()
         opt.step()
         opt.zero_grad()
 
-    accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
+    accuracy = (model(inputs[:400]).argmax(1) == labels[:400]).float().mean()
     say(f"worker {transport.worker} ends at clock {opt.clock}: accuracy {accuracy:.3f}")
 
 
@@ -69,19 +75,19 @@ def tell(transport: ElasticTransport, opt: PALSGD) -> None:
     opt.on(events.Joined, joined)
 
 
-def start(number: int, store: TCPStore, role: str = "worker") -> subprocess.Popen[str]:
-    place = {"RANK": number, "WORLD_SIZE": WORKERS, "MASTER_PORT": store.port}
+def start(number: int, store: TCPStore, steps: int, role: str) -> subprocess.Popen[str]:
+    place = {"RANK": number, "WORLD_SIZE": WORKERS, "MASTER_PORT": store.port, "LOCAL_RANK": number}
     environment = os.environ | {name: str(value) for name, value in place.items()}
     environment |= {"MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, __file__, role]
+    command = [sys.executable, __file__, "--steps", str(steps), "--role", role]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
 
 
-def main() -> int:
+def drive(steps: int) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spare = start(0, store, "spare")  # it imports torch, which takes seconds, and waits
+    spare = start(0, store, steps, "spare")  # it imports torch, which takes seconds, and waits
     wait_for(store, "spare")
-    workers = [start(number, store) for number in range(WORKERS)]
+    workers = [start(number, store, steps, "worker") for number in range(WORKERS)]
     wait_for(store, "palsgd 0 0/latest")  # the workers have met
     time.sleep(1.0)
     say("worker 0 is killed, and another process takes its place")
@@ -101,8 +107,15 @@ def stand_by() -> None:
     sys.stdin.readline()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--role", choices=("driver", "worker", "spare"), default="driver")
+    args = parser.parse_args()
+    if args.role == "driver":
+        sys.exit(drive(args.steps))
+    train(args.steps, stands_by=args.role == "spare")
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        train(stands_by=sys.argv[1] == "spare")
-    else:
-        sys.exit(main())
+    main()

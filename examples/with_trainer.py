@@ -1,10 +1,12 @@
 """Hugging Face's Trainer with a palsgd optimizer. Start it on every machine:
 
-    torchrun --nproc-per-node 2 examples/with_trainer.py
+    torchrun --nproc-per-node 2 examples/with_trainer.py trainer-run
 
-A small GPT-2 learns the characters of README.md. After a kill or SIGTERM the same command goes on.
+A small GPT-2 learns the characters of a file of torch's source. After a kill or SIGTERM the same
+command goes on.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -13,10 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import palsgd
+from palsgd import process_groups
 from palsgd.integrations.huggingface import LocalTrainingCallback
 
-FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "trainer-run")
-TEXT = Path(__file__).resolve().parents[1] / "README.md"
+TEXT = Path(torch.__file__).with_name("serialization.py")
 LENGTH = 64  # characters of an example
 
 
@@ -28,9 +30,14 @@ def examples() -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", nargs="?", type=Path, default="trainer-run")
+    parser.add_argument("--steps", type=int, default=192)
+    given = parser.parse_args()
+
     args = TrainingArguments(
-        str(FOLDER),
-        max_steps=192,  # of the clock: steps without data count too
+        str(given.folder),
+        max_steps=given.steps,  # of the clock: steps without data count too
         per_device_train_batch_size=8,
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
@@ -40,7 +47,7 @@ def main() -> None:
         save_steps=64,
         save_total_limit=2,
         average_tokens_across_devices=False,  # a number per step over the link
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=process_groups.device_and_backend()[1] == "gloo",  # not a GPU for each process
         report_to="none",
     )
     torch.manual_seed(0)  # every worker starts from the same weights
@@ -61,7 +68,7 @@ def main() -> None:
         optimizers=(opt, None),
         callbacks=[LocalTrainingCallback(opt)],
     )
-    last = get_last_checkpoint(str(FOLDER)) if FOLDER.is_dir() else None
+    last = get_last_checkpoint(str(given.folder)) if given.folder.is_dir() else None
     trainer.train(resume_from_checkpoint=last)
     if opt.leaving:
         sys.exit(143)  # so that whoever started it knows that there is more to do

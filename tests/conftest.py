@@ -49,7 +49,7 @@ LONGEST = (
     "test_demo.py",
     "test_elastic.py",
     "test_ranks_per_worker.py",
-    "test_example.py",
+    "test_train.py",
     "test_every_method.py",
     "test_two_levels.py",
     "test_sharding.py",

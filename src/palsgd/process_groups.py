@@ -1,4 +1,5 @@
-"""What a torch process group was made with, and further groups that are made alike.
+"""What a torch process group was made with, further groups that are made alike, and the device of
+a process.
 
 torch gives a new group its own default timeout, half an hour, whatever the timeout of the others.
 A worker that waits in such a group would wait that long for one that is lost.
@@ -9,6 +10,7 @@ processes in it, and may connect to these. `join` has them agree on a part of th
 
 import hashlib
 import json
+import os
 import time
 import uuid
 from datetime import timedelta
@@ -21,37 +23,69 @@ from torch.distributed import ProcessGroup
 START_S = 300.0  # ranks import and load at their own pace before they meet
 
 
+def device_and_backend() -> tuple[torch.device, str]:
+    """The device of this process, and the backend for its messages.
+
+    The processes of a machine take its GPUs in turn. NCCL needs a GPU for each of them. Processes
+    that share a GPU, or have none, use gloo. The GPU becomes torch's current one. torchrun says
+    which process of its machine this is (`LOCAL_RANK` of `LOCAL_WORLD_SIZE`); a process that nobody
+    has told is the only one.
+
+    Example:
+        >>> from palsgd import process_groups
+        >>> device, backend = process_groups.device_and_backend()
+        >>> (device.type, backend) in {("cpu", "gloo"), ("cuda", "nccl")}
+        True
+    """
+    device = device_in_turn(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cpu":
+        return device, "gloo"
+    torch.cuda.set_device(device)
+    one_each = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    return device, "nccl" if one_each else "gloo"
+
+
+def device_in_turn(number: int) -> torch.device:
+    """The GPU of one of several processes on a machine, or the CPU where torch sees no GPU."""
+    gpus = torch.cuda.device_count()
+    return torch.device("cuda", number % gpus) if gpus else torch.device("cpu")
+
+
 def join(backend: str | None = None, *, timeout_s: float = 300.0) -> None:
     """`torch.distributed.init_process_group` for a worker of torchrun, whether it was started for
     the first time or again.
 
     Args:
-        backend: gloo, nccl; None: the one of each device.
+        backend: gloo, nccl; None: the one of each device. All ranks must give the same.
         timeout_s: the seconds that an exchange may take. The start may take five minutes, or as
             long as that.
 
     Raises:
         RuntimeError: not all ranks came within that time.
+        ValueError: ranks gave different backends.
     """
     timeout, start_s = timedelta(seconds=timeout_s), max(timeout_s, START_S)
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))
-    store = dist.PrefixStore(_agreed_prefix(store, rank, world, start_s), store)
+    store = dist.PrefixStore(_agreed_prefix(store, rank, world, start_s, backend), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _agreed_prefix(store: Any, rank: int, world: int, timeout_s: float) -> str:
+def _agreed_prefix(
+    store: Any, rank: int, world: int, timeout_s: float, backend: str | None = None
+) -> str:
     """A name that the ranks which are alive have in common, and no others.
 
-    Every rank has a new token, and writes down the tokens that it has read of all. The list of a
-    dead process lacks the token of this one. So once all lists are equal, all were written by
-    ranks that are alive, and no rank changes its list any more."""
+    Every rank has a new token, which ends with its backend, and writes down the tokens that it has
+    read of all. The list of a dead process lacks the token of this one. So once all lists are
+    equal, all were written by ranks that are alive, and no rank changes its list any more."""
     known = [""] * world
-    known[rank] = uuid.uuid4().hex
+    known[rank] = f"{uuid.uuid4().hex} {backend}"
     deadline = time.monotonic() + timeout_s
     while True:
         store.set(f"palsgd/join/{rank}", json.dumps(known))
         lists = [_list_of(store, other, world) for other in range(world)]
         if all(found == known for found in lists):
+            _check_backends([token.partition(" ")[2] for token in known])
             return "palsgd/" + hashlib.blake2b("".join(known).encode(), digest_size=8).hexdigest()
         known = [each[k] if k != rank else known[k] for k, each in enumerate(lists)]
         if time.monotonic() > deadline:
@@ -61,6 +95,16 @@ def _agreed_prefix(store: Any, rank: int, world: int, timeout_s: float) -> str:
                 "what it says, or give it more time"
             )
         time.sleep(0.02)
+
+
+def _check_backends(backends: list[str]) -> None:
+    """Raise on all ranks unless they are equal: ranks of two backends would wait for each other."""
+    for rank, backend in enumerate(backends):
+        if backend != backends[0]:
+            raise ValueError(
+                f"rank {rank} uses {backend}, and rank 0 uses {backends[0]}; give join() the same "
+                "backend on all ranks, such as gloo if a machine has too few GPUs"
+            )
 
 
 def _list_of(store: Any, rank: int, world: int) -> list[str]:

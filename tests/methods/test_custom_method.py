@@ -1,15 +1,11 @@
-"""Methods that are not of the library: the example, and the one that CONTRIBUTING.md shows."""
-
-import re
-import runpy
+"""A method that is not of the library: the one that CONTRIBUTING.md shows."""
 
 import pytest
 import torch
 
 import palsgd
-from support.core_access import fields_of, method_states
+from support.core_access import method_states
 from support.pages import code_blocks, executed, section
-from support.places import ROOT
 from support.problems import batches, linear, mse, train, vector
 
 
@@ -61,33 +57,3 @@ def test_the_method_of_the_contributing_page_does_the_same_for_stacked_workers(d
         for vectorize in (False, True)
     )  # fmt: skip
     torch.testing.assert_close(vector(stacked.model), vector(exact.model), rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def example():
-    return runpy.run_path(str(ROOT / "examples" / "custom_method.py"))
-
-
-def test_the_example_of_an_own_method_trains(example, capsys):
-    result = example["main"]()
-    first, second = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"loss \d\.\d+ -> 0\.\d+", first)
-    assert re.fullmatch(r"agreement in the last round: 0\.\d+", second)
-    assert result.history[-1]["loss"] < 0.5 * result.history[0]["loss"]
-
-
-def test_the_examples_agreement_is_1_for_workers_with_equal_data_and_less_otherwise(example):
-    def agreement(data):
-        result = palsgd.simulate(
-            workers=3, steps=20, model=lambda: torch.nn.Linear(8, 1), loss=example["loss"],
-            data=data, method=example["optimizer"], vectorize=False,
-        )  # fmt: skip
-        kept = [fields_of(opt)["method"]["global scalars"] for opt in result.optimizers]
-        assert kept[0] == kept[1] == kept[2]
-        return kept[0]["agreement"]
-
-    def nearly_equal(worker):  # equal gradients would be refused
-        return [(x + 1e-6 * worker, y) for x, y in example["shard"](0)]
-
-    assert agreement(nearly_equal) == pytest.approx(1.0, abs=1e-5)
-    assert 1 / 3 - 1e-6 < agreement(example["shard"]) < 0.999

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import StepLR
 import palsgd
 from palsgd.transports import ProcessGroupTransport
 from palsgd.transports.elastic import __main__ as holder
-from support.commands import ran
 from support.elastic import (
     SIZE,
     AwaitNewcomer,
@@ -29,7 +28,6 @@ from support.elastic import (
     twin,
 )
 from support.patience import patient
-from support.places import ROOT
 
 
 @pytest.fixture
@@ -451,18 +449,7 @@ def test_without_a_store_the_error_says_how_to_hold_one(monkeypatch):
         palsgd.ElasticTransport()
 
 
-# -- the example, and the process that holds a store -----------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_example_kills_a_worker_and_takes_it_in_again():
-    said = ran(ROOT / "examples" / "elastic.py", timeout=250)
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
-    assert any("without (0,), 2 workers go on" in line for line in lines)
-    assert any("with (0,), there are 3 workers" in line for line in lines)
-    assert len({line.split("accuracy ")[1] for line in lines if "accuracy" in line}) == 1
-    assert sum("ends at clock 1000" in line for line in lines) == 3
+# -- the process that holds a store ----------------------------------------------------------------
 
 
 def test_a_process_that_holds_the_store_listens_on_its_address_alone():

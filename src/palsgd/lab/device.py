@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from palsgd.checks import check_choice
+from palsgd.process_groups import device_in_turn
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -27,8 +28,7 @@ def chosen_device(wanted: str) -> torch.device:
 def worker_device(wanted: str, worker: int) -> torch.device:
     """The device of one of several workers on a machine. Workers take the GPUs in turn, if there
     are any."""
-    gpus = torch.cuda.device_count() if wanted != "cpu" else 0
-    return torch.device("cuda", worker % gpus) if gpus else torch.device("cpu")
+    return torch.device("cpu") if wanted == "cpu" else device_in_turn(worker)
 
 
 def device_words(device: torch.device) -> str:

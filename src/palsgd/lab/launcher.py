@@ -20,7 +20,6 @@ import torch.distributed as dist
 import palsgd
 from palsgd import interrupts
 from palsgd.errors import NonFiniteError
-from palsgd.lab.device import worker_device
 from palsgd.lab.elastic_trainer import ElasticTrainer
 from palsgd.lab.folder_lock import locked
 from palsgd.lab.forecast import work_of
@@ -42,7 +41,7 @@ from palsgd.lab.trainer import LeftError, Trainer
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import data_settings, load
 from palsgd.leaving import EXIT_CODE
-from palsgd.process_groups import join
+from palsgd.process_groups import device_and_backend, join
 from palsgd.progress import Whole
 from palsgd.transports.json_exchange import gathered
 from palsgd.transports.transport import check_agreement
@@ -354,13 +353,8 @@ def _alike(jobs: list[Job], others: list[Job]) -> list[tuple[Job, Job]]:
 
 
 def _place(wanted: str) -> tuple[torch.device, str]:
-    """This process's device, and the backend of its messages. NCCL needs a GPU for each worker."""
-    device = worker_device(wanted, int(os.environ["LOCAL_RANK"]))
-    if device.type == "cpu":
-        return device, "gloo"
-    torch.cuda.set_device(device)
-    one_each = int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
-    return device, "nccl" if one_each else "gloo"
+    """This process's device, and the backend of its messages."""
+    return (torch.device("cpu"), "gloo") if wanted == "cpu" else device_and_backend()
 
 
 def as_started(settings: Settings) -> Settings:
