@@ -2,12 +2,12 @@
 
 import ast
 import importlib
+import json
 import re
 from functools import cache
 
 import pytest
 
-from support.commands import palsgd as command
 from support.commands import ran
 from support.pages import code_blocks, page, section
 from support.places import ROOT, SOURCE
@@ -60,7 +60,6 @@ OF_LOOPS = (
     "local_optimizer.py",
     "loop.py",
     "methods/palsgd.py",
-    "process_groups.py",
     "replica.py",
     "transports/process_group.py",
     "two_levels.py",
@@ -146,20 +145,13 @@ def test_the_page_has_every_error_that_a_loop_can_meet():
     assert [text for _, text in found if not is_quoted(text)] == []
 
 
-# -- commands --------------------------------------------------------------------------------------
-
-GUIDES = ("start", "when", "choosing", "concepts", "several-machines", "troubleshooting", "results")
+# -- docs/when.md, docs/cluster.md -----------------------------------------------------------------
 
 
-def test_commands_of_the_guides_have_the_options_that_their_pages_name():
-    lines = [line for name in GUIDES for line in page(f"docs/{name}.md").splitlines()]
-    commands = [
-        found for line in lines for found in re.findall(r"palsgd ([a-z]+) ([^`#]*--.*)", line)
-    ]
-    assert {name for name, _ in commands} >= {"compare", "explain", "plan", "sweep", "tune"}
-    for name, words in commands:
-        options = set(re.findall(r"--[a-z][\w-]+", words.split("`")[0]))
-        assert options <= set(re.findall(r"--[a-z][\w-]+", command(name, "--help").out)), name
+def test_pages_say_that_prices_are_not_measured_as_long_as_that_is_so():
+    unknown = json.loads((LIBRARY / "lab" / "plan" / "prices.json").read_text())["tiny"]
+    assert ("have **not been measured yet**" in page("docs/when.md")) == unknown
+    assert ("has **no measured prices yet**" in page("docs/cluster.md")) == unknown
 
 
 # -- docs/rules.md ---------------------------------------------------------------------------------
