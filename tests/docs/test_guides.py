@@ -106,12 +106,10 @@ def raised() -> list[tuple[str, str, str]]:
 
 @cache
 def quoted() -> list[str]:
-    """The messages of the page: its text blocks, and the first cells of its tables of messages."""
+    """The messages of the page: its text blocks, and items of lists that are code and a break."""
     text = page(TROUBLE)
     blocks = [" ".join(b.split()) for b in re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)]
-    tables = re.findall(r"^\| message \|.*\n\|.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
-    rows = [row for table in tables for row in table.splitlines()]
-    return blocks + [re.fullmatch(r"\| `(.+?)` \|.*", row)[1] for row in rows]
+    return blocks + re.findall(r"^- `(.+)`\\$", text, flags=re.MULTILINE)
 
 
 def is_quoted(text: str) -> bool:
