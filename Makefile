@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+FRAMEWORKS := .venv-integrations
 
 .PHONY: setup test test-integrations demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
 
@@ -22,13 +23,23 @@ demo-picture: setup
 # Files of tests are shared out between two processes, in the order of tests/conftest.py; JOBS=0 runs
 # them in one.
 JOBS ?= 2
+PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+	$(BIN)/python $(PYTEST)
 
 # With the frameworks and trackers that the documentation is for; one that is missing fails here.
-test-integrations: setup
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,ray,trackers]'
-	PALSGD_FRAMEWORKS_REQUIRED=1 $(BIN)/python -m pytest tests/integrations
+test-integrations: $(FRAMEWORKS)/installed
+	PALSGD_FRAMEWORKS_REQUIRED=1 $(FRAMEWORKS)/bin/python $(PYTEST) tests/integrations
+
+# They lie in an environment of their own, so that .venv stays what `make test` is meant for. It sees
+# what .venv has, and installs the rest.
+$(FRAMEWORKS)/installed: .venv/installed
+	$(BIN)/python -m venv --clear $(FRAMEWORKS)
+	where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$where")')" \
+		> "$$($(FRAMEWORKS)/bin/python -c "$$where")/below.pth"
+	PIP_CONSTRAINT=constraints.txt $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,ray,trackers]'
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -64,4 +75,4 @@ torch-tests: setup
 	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(FRAMEWORKS) .mypy_cache .pytest_cache .ruff_cache .hypothesis

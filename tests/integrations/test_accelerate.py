@@ -318,7 +318,7 @@ def test_a_loader_that_sends_every_batch_is_refused(world):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(DistributedType.FSDP, "shards the model"), (DistributedType.NO, "Accelerator(cpu=True)")],
+    [(DistributedType.DEEPSPEED, "cuts the model"), (DistributedType.NO, "Accelerator(cpu=True)")],
 )
 def test_accelerators_that_do_not_leave_each_process_its_model_are_refused(monkeypatch, kind, said):
     net = network()
