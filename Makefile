@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+FRAMEWORKS := .venv-integrations
 
 .PHONY: setup test test-integrations test-oldest package test-package demo demo-picture lint bench \
 	mutants chaos soak fuzz torch-tests clean
@@ -23,19 +24,29 @@ demo-picture: setup
 # Files of tests are shared out between two processes, in the order of tests/conftest.py; JOBS=0 runs
 # them in one.
 JOBS ?= 2
+PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+	$(BIN)/python $(PYTEST)
 
 # With the frameworks and trackers that the documentation is for; one that is missing fails here.
-test-integrations: setup
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,ray,trackers]'
-	PALSGD_FRAMEWORKS_REQUIRED=1 $(BIN)/python -m pytest tests/integrations
+test-integrations: $(FRAMEWORKS)/installed
+	PALSGD_FRAMEWORKS_REQUIRED=1 $(FRAMEWORKS)/bin/python $(PYTEST) tests/integrations
+
+# They lie in an environment of their own, so that .venv stays what `make test` is meant for. It sees
+# what .venv has, and installs the rest.
+$(FRAMEWORKS)/installed: .venv/installed
+	$(BIN)/python -m venv --clear $(FRAMEWORKS)
+	where='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$where")')" \
+		> "$$($(FRAMEWORKS)/bin/python -c "$$where")/below.pth"
+	PIP_CONSTRAINT=constraints.txt $(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[integrations,ray,trackers]'
+	@touch $@
 
 # The library on the oldest torch that pyproject.toml states, in an environment of its own.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 LIBRARY := tests/library tests/methods tests/transports tests/codecs tests/simulator tests/cluster
 test-oldest: .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(LIBRARY)
+	.venv-oldest/bin/python $(PYTEST) -m "not slow" $(LIBRARY)
 
 .venv-oldest/installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
@@ -91,4 +102,4 @@ torch-tests: setup
 	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
 
 clean:
-	rm -rf .venv .venv-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest $(FRAMEWORKS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -241,6 +241,97 @@ def test_the_checkpoint_of_a_plain_run_is_a_start(world, tmp_path):
         assert clock == 0
 
 
+# -- loops that go their own ways ------------------------------------------------------------------
+
+
+def by_epochs(accelerator, model, opt, loader, *, epochs, taken=0, on_step=None):
+    """accelerate's own way to go on in the middle of a pass: the first batches are skipped."""
+    begun, inside = divmod(taken, len(loader))
+    for epoch in range(begun, epochs):
+        skipped = accelerator.skip_first_batches(loader, inside) if epoch == begun else loader
+        for batch in skipped:
+            accelerator.backward(loss_of(model, batch))
+            opt.step()
+            opt.zero_grad()
+            if on_step is not None:
+                on_step()
+    opt.optimizer.finish()
+
+
+def skipped(folder):
+    """A run that goes on in the middle of a pass and of a round, by skip_first_batches."""
+    saved = []
+    with launched():
+        accelerator, model, opt, loader = prepared()
+
+        def save():
+            if opt.optimizer.gradient_steps == 14:
+                saved.append(opt.optimizer.synced)
+                accelerator.save_state(folder)
+
+        by_epochs(accelerator, model, opt, loader, epochs=3, on_step=save)
+        one = vector(model)
+    with launched():
+        accelerator, model, opt, loader = prepared(seed=9)
+        accelerator.load_state(folder)
+        by_epochs(accelerator, model, opt, loader, epochs=3, taken=opt.optimizer.gradient_steps)
+    return one, vector(model), saved, opt.optimizer.gradient_steps
+
+
+def test_a_run_goes_on_within_a_pass_by_skip_first_batches(world, tmp_path):
+    for one, other, saved, taken in world.run(skipped, workers=2, folder=tmp_path):
+        np.testing.assert_array_equal(one, other)
+        assert saved == [False]
+        assert taken == 30
+
+
+def uneven():
+    """Seven batches, in mixed precision: one worker has a batch more than the other in a pass."""
+    with launched():
+        even = DataLoaderConfiguration(even_batches=False)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16", dataloader_config=even)
+        net, loader = network(), DataLoader(rows(14), batch_size=2)
+        model, opt, loader = prepare(accelerator, net, adamw(net), loader, **RULES)
+        train(accelerator, model, opt, loader, steps=24)
+        twin = network()
+        other = palsgd.PALSGD(twin, adamw(twin), **RULES)
+        for batch in palsgd.until(rows(14).split(2)[dist.get_rank() :: 2], other, steps=24):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = twin(batch)
+            (found.float() - batch).square().mean().backward()
+            clip_grad_norm_(twin.parameters(), 1.0)
+            other.step()
+            other.zero_grad()
+    return vector(model), vector(twin), len(loader)
+
+
+def test_uneven_batches_in_mixed_precision_end_at_the_weights_of_the_plain_loop(world):
+    found = world.run(uneven, workers=2)
+    for got, want, _ in found:
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got, found[0][0])
+    assert [length for *_, length in found] == [4, 3]
+
+
+def saved_by_two(folder):
+    with launched():
+        accelerator, model, opt, loader = prepared()
+        train(accelerator, model, opt, loader, steps=8)
+        accelerator.save_state(folder)
+
+
+def loaded_by_three(folder):
+    with launched():
+        prepared()[0].load_state(folder)
+
+
+def test_a_folder_of_another_number_of_workers_is_refused(world, tmp_path):
+    world.run(saved_by_two, workers=2, folder=str(tmp_path))
+    for outcome in world.outcomes(loaded_by_three, workers=3, folder=str(tmp_path)):
+        assert outcome.error == "ValueError", outcome.trace
+        assert "2 workers" in outcome.message
+
+
 # -- what is exchanged -----------------------------------------------------------------------------
 
 
@@ -318,7 +409,7 @@ def test_a_loader_that_sends_every_batch_is_refused(world):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(DistributedType.FSDP, "shards the model"), (DistributedType.NO, "Accelerator(cpu=True)")],
+    [(DistributedType.DEEPSPEED, "cuts the model"), (DistributedType.NO, "Accelerator(cpu=True)")],
 )
 def test_accelerators_that_do_not_leave_each_process_its_model_are_refused(monkeypatch, kind, said):
     net = network()

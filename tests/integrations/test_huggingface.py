@@ -548,3 +548,176 @@ def test_what_would_not_train_locally_is_refused_with_the_remedy(
 def test_the_callback_wants_a_palsgd_optimizer():
     with pytest.raises(ValueError, match="give it the palsgd optimizer"):
         LocalTrainingCallback(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+
+
+# -- loops that go their own ways ------------------------------------------------------------------
+
+
+def in_bf16(folder):
+    """Trainer's mixed precision, and the same by hand."""
+    with launched():
+        trainer, model, opt = trained(folder, bf16=True, lr_scheduler_type="constant")
+        loader = trainer.get_train_dataloader()  # its order depends on the last seed that was set
+        twin = DistributedDataParallel(model_of())
+        other = optimizer(twin)
+        for batch in palsgd.until(loader, other, steps=24):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = twin(**batch)["loss"]
+            loss.backward()
+            clip_grad_norm_(twin.parameters(), 1.0)
+            other.step()
+            other.zero_grad()
+    return vector(model), vector(twin), opt.synced
+
+
+def test_mixed_precision_ends_at_the_weights_of_the_plain_loop(world, tmp_path):
+    for got, want, synced in world.run(in_bf16, workers=2, folder=tmp_path):
+        np.testing.assert_array_equal(got, want)
+        assert synced
+
+
+class Meddler(TrainerCallback):
+    """Steps the scheduler by itself, as some callbacks do."""
+
+    def on_step_end(self, *args, lr_scheduler, **kwargs):
+        lr_scheduler.step()
+
+
+def meddled(folder):
+    given = dict(lr_scheduler_type="linear")
+    with launched():
+        _, quiet, _ = trained(folder, **given)
+        _, other, opt = trained(folder, Meddler(), **given)
+    return vector(quiet), vector(other), opt.param_groups[0]["lr"]
+
+
+def test_a_callback_that_steps_the_scheduler_changes_nothing(world, tmp_path):
+    for quiet, other, rate in world.run(meddled, workers=2, folder=tmp_path):
+        np.testing.assert_array_equal(quiet, other)
+        assert rate == 0
+
+
+def twice(folder):
+    """Two calls of train(), and predictions after each."""
+    found = []
+    with launched():
+        model = model_of()
+        opt = optimizer(model)
+        trainer = trainer_of(folder, model, opt, lr_scheduler_type="constant")
+        for _ in range(2):
+            trainer.train()
+            asked = trainer.predict(examples(8)).predictions
+            rows = torch.stack([row["x"] for row in examples(8)])
+            with torch.no_grad():
+                found.append((opt.clock, opt.synced, asked, model.layers(rows).numpy()))
+    return found
+
+
+def test_train_may_be_called_again_and_predictions_are_of_the_global_model(world, tmp_path):
+    one, other = world.run(twice, workers=2, folder=tmp_path)
+    for (clock, synced, asked, wanted), theirs in zip(one, other, strict=True):
+        assert synced
+        np.testing.assert_allclose(asked, wanted, rtol=1e-6)
+        np.testing.assert_array_equal(asked, theirs[2])
+        assert clock == theirs[0]
+    assert [clock for clock, *_ in one] == [24, 48]
+
+
+def accumulated_epochs(folder):
+    """Ten batches in a pass, three in a step: the last step of a pass has one."""
+    with launched():
+        trainer, model, opt = trained(
+            folder, max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=3,
+            rules=dict(sync_every=16),
+        )  # fmt: skip
+    return vector(model), trainer.state.global_step, opt.gradient_steps, opt.synced, opt.rounds
+
+
+def test_epochs_shorter_than_a_round_whose_last_step_has_fewer_batches_end_synced(world, tmp_path):
+    found = world.run(accumulated_epochs, workers=2, folder=tmp_path)
+    for weights, iterations, taken, synced, rounds in found:
+        np.testing.assert_array_equal(weights, found[0][0])
+        assert (iterations, taken, synced, rounds) == (12, 12, True, 1)
+
+
+def uneven(folder, even):
+    """37 examples in batches of two: one worker has a batch less, unless it is filled up."""
+    with launched():
+        model = model_of()
+        opt = optimizer(model)
+        trainer = Trainer(
+            model, arguments(folder, max_steps=-1, num_train_epochs=2,
+                             accelerator_config={"even_batches": even}),
+            train_dataset=examples(37), optimizers=(opt, None),
+            callbacks=[LocalTrainingCallback(opt)],
+        )  # fmt: skip
+        trainer.train()
+    return vector(model), opt.gradient_steps, opt.synced
+
+
+def test_batches_that_do_not_divide_are_filled_up_by_trainer_or_refused(world, tmp_path):
+    found = world.run(uneven, workers=2, folder=tmp_path, even=True)
+    for weights, taken, synced in found:
+        np.testing.assert_array_equal(weights, found[0][0])
+        assert (taken, synced) == (20, True)
+    for outcome in world.outcomes(uneven, workers=2, folder=tmp_path, even=False):
+        assert outcome.error == "ValueError", outcome.trace
+        assert "the number of batches in an epoch differs" in outcome.message
+
+
+def stopped_by_ctrl_c(folder):
+    """Both workers are stopped within a round, and the run goes on from the last checkpoint."""
+    given = dict(save_strategy="steps", save_steps=5, lr_scheduler_type="linear")
+    with launched():
+        _, whole, _ = trained(Path(folder) / "whole", **given)
+        warnings.filterwarnings("ignore", ".*unsynced.*")
+        with pytest.raises(KeyboardInterrupt):
+            trained(folder, Stop(), **given)
+        last = Path(folder) / "checkpoint-5"
+        _, again, _ = trained(folder, model=model_of(seed=9), resume=str(last), **given)
+    return vector(whole), vector(again)
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 7:
+            raise KeyboardInterrupt
+
+
+def test_a_run_stopped_by_ctrl_c_goes_on_from_its_last_checkpoint(world, tmp_path):
+    for whole, again in world.run(stopped_by_ctrl_c, workers=2, folder=tmp_path):
+        np.testing.assert_array_equal(whole, again)
+
+
+def begun(folder):
+    with launched():
+        trained(folder, save_strategy="steps", save_steps=5, max_steps=8)
+
+
+def gone_on(folder):
+    with launched():
+        trained(folder, resume=str(Path(folder) / "checkpoint-5"), max_steps=8)
+
+
+def test_a_checkpoint_of_another_number_of_workers_is_refused(world, tmp_path):
+    world.run(begun, workers=2, folder=tmp_path)
+    for outcome in world.outcomes(gone_on, workers=3, folder=tmp_path):
+        assert outcome.error == "ValueError", outcome.trace
+        assert "of 2 workers, and there are 3" in outcome.message
+
+
+def misasked(folder, kind):
+    with launched():
+        model = model_of()
+        opt = optimizer(model)
+        given = dict(fsdp="full_shard") if kind == "fsdp" else {}
+        trainer = trainer_of(folder, model, opt, **given)
+        trainer.args.fp16 = kind == "fp16"  # on a CPU Trainer itself refuses it
+        trainer.train()
+
+
+@pytest.mark.parametrize(("kind", "said"), [("fsdp", "leave it out"), ("fp16", "use bf16=True")])
+def test_arguments_that_leave_no_workers_or_skip_steps_are_refused(world, tmp_path, kind, said):
+    for outcome in world.outcomes(misasked, workers=2, folder=tmp_path, kind=kind):
+        assert outcome.error == "ValueError", outcome.trace
+        assert said in outcome.message

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,21 @@ from support.places import ROOT
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 from palsgd.integrations.lightning import LocalStrategy
-from support.lightning_runs import RULES, Batches, Net, Processes, falling, fit, weights
+from support.lightning_runs import (
+    RULES,
+    Batches,
+    Net,
+    Processes,
+    advice_ignored,
+    falling,
+    fit,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
 PAGE = "docs/integrations-lightning.md"
@@ -38,7 +48,9 @@ PAGE = "docs/integrations-lightning.md"
 # -- the plain loop ------------------------------------------------------------------------------
 
 
-def plain(steps, optimizer="PALSGD", *, clip=None, accumulate=1, schedule=None, **rules):
+def plain(
+    steps, optimizer="PALSGD", *, clip=None, accumulate=1, schedule=None, bf16=False, **rules
+):
     """The same training by a loop of one's own."""
     torch.manual_seed(7 + dist.get_rank())
     model = Net()
@@ -51,7 +63,9 @@ def plain(steps, optimizer="PALSGD", *, clip=None, accumulate=1, schedule=None, 
     torch.manual_seed(7 + dist.get_rank())
     for batches in palsgd.until(joined, opt, steps=steps):
         for batch in batches:
-            (model.loss(batch) / accumulate).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model.loss(batch) / accumulate
+            loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         opt.step()
@@ -440,6 +454,102 @@ def test_sigterm_to_one_worker_ends_all_at_the_next_sync(world, tmp_path):
     assert (one[1], one[3]) == (True, 30)
 
 
+# -- loops that go their own ways ----------------------------------------------------------------
+
+
+class ByHand(Net):
+    """Manual optimization: the module itself goes backward and steps."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, number):
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(opt, 0.05, "norm")
+        opt.step()
+
+
+def own_ways_job(kind, steps=18):
+    model = ByHand() if kind == "by hand" else Net()
+    torch.manual_seed(7 + dist.get_rank())
+    strategy = LocalStrategy(**RULES)
+    given = dict(precision="bf16-mixed") if kind == "bf16" else {}
+    fit(model, strategy=strategy, max_steps=steps, **given)
+    found = weights(model), strategy.opt.clock, strategy.opt.synced
+    how = dict(clip=0.05) if kind == "by hand" else dict(bf16=True)
+    return found, plain(steps, **how, **RULES)[0]
+
+
+@pytest.mark.parametrize("kind", ["by hand", "bf16"])
+def test_manual_optimization_and_mixed_precision_train_to_the_bits_of_the_plain_loop(world, kind):
+    for (found, clock, synced), twin in world.run(own_ways_job, workers=2, kind=kind):
+        assert torch.equal(found, twin)
+        assert (clock, synced) == (18, True)
+
+
+class Judged(Net):
+    """Logs a metric that never gets better, and sees what it is tested and asked with."""
+
+    def validation_step(self, batch, number):
+        self.log("worse", 1.0, sync_dist=True)
+
+    def test_step(self, batch, number):
+        self.seen.append(weights(self))
+
+    def predict_step(self, batch, number):
+        self.seen.append(weights(self))
+        return batch
+
+
+def stopped_job():
+    model = Judged()
+    stopping = EarlyStopping("worse", patience=2)
+    rules = RULES | dict(sync_every=16)  # a round is longer than three epochs
+    found = fit(
+        model, Batches(), Batches(count=1), strategy=LocalStrategy(**rules), max_epochs=50,
+        callbacks=[stopping],
+    )  # fmt: skip
+    opt = found.strategy.opt
+    ended = weights(model), opt.gradient_steps, opt.synced
+    with advice_ignored():
+        found.test(model, Batches(count=1), verbose=False)
+        found.predict(model, Batches(count=1), return_predictions=False)
+    return *ended, model.seen
+
+
+def test_early_stopping_within_a_round_ends_synced_and_the_global_model_is_tested(world):
+    found = world.run(stopped_job, workers=2)
+    for mine, steps, synced, seen in found:
+        assert torch.equal(mine, found[0][0])
+        assert (steps, synced) == (15, True)
+        assert len(seen) == 2
+        assert all(torch.equal(mine, shown) for shown in seen)
+
+
+def save_job(folder):
+    path = Path(folder) / "two.ckpt"
+    found = fit(Net(), max_steps=12)
+    found.save_checkpoint(path)
+
+
+def others_job(folder, elastic):
+    strategy = LocalStrategy(elastic=elastic, **RULES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a worker goes on from the global model
+        fit(Net(), strategy=strategy, max_steps=24, ckpt_path=Path(folder) / "two.ckpt")
+    return strategy.opt.clock, strategy.opt.synced
+
+
+def test_another_number_of_workers_is_refused_unless_it_is_asked_for(world, tmp_path):
+    world.run(save_job, workers=2, folder=str(tmp_path))
+    for outcome in world.outcomes(others_job, workers=3, folder=str(tmp_path), elastic=False):
+        assert outcome.error == "ValueError", outcome.trace
+        assert "2 workers" in outcome.message
+    found = world.run(others_job, workers=3, folder=str(tmp_path), elastic=True)
+    assert found == [(24, True)] * 3
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -457,12 +567,13 @@ class EveryOther(Net):
         return {"optimizer": inner, "lr_scheduler": scheduler}
 
 
-def refused_job(model=Net, rules=None, scaled=False, **given):
+def refused_job(model=Net, rules=None, scaled=False, uneven=False, **given):
     strategy = LocalStrategy(**(RULES | (rules or {})))
     if scaled:
         scaler = torch.amp.GradScaler("cpu")
         given["plugins"] = [Processes(), MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-    fit(model(), strategy=strategy, max_steps=12, **given)
+    data = Batches(count=5 - dist.get_rank()) if uneven else Batches()
+    fit(model(), data, strategy=strategy, max_steps=12, **given)
 
 
 @pytest.mark.parametrize(
@@ -474,6 +585,7 @@ def refused_job(model=Net, rules=None, scaled=False, **given):
         (dict(scaled=True), "use precision='bf16-mixed'"),
         (dict(model=TwoOptimizers), "returned 2 optimizers"),
         (dict(model=EveryOther), "with frequency [2]"),
+        (dict(uneven=True), "the number of batches in an epoch differs"),
     ],
 )
 def test_what_exchanges_or_takes_unequally_many_batches_is_refused(world, given, said):

@@ -2,6 +2,7 @@
 Lightning is installed."""
 
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -125,13 +126,19 @@ def trainer(strategy=None, folder=None, **given):
     return Trainer(strategy=strategy, default_root_dir=folder, **(quiet | processes | given))
 
 
-def fit(model, *data, ckpt_path=None, **given):
-    """Train, and return the trainer. Lightning gives advice by warnings, and has those of newer
-    releases of torch."""
+@contextmanager
+def advice_ignored():
+    """Lightning gives advice by warnings, and has those of newer releases of torch."""
     with warnings.catch_warnings():
         for kind in (PossibleUserWarning, FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
         warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")
+        yield
+
+
+def fit(model, *data, ckpt_path=None, **given):
+    """Train, and return the trainer."""
+    with advice_ignored():
         found = trainer(**given)
         found.fit(model, *(data or [Batches()]), ckpt_path=ckpt_path)
     return found

@@ -41,11 +41,13 @@ def needs_namespaces(test: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def world_alone() -> Iterator[World]:
+def world_alone(workers: int = 2) -> Iterator[World]:
     """Worker processes whose only network is a loopback of their own."""
     world = World(fresh=True)
     with _another_network():
-        world.run(bytes_so_far, workers=2)  # the processes start here, and stay in this network
+        world.run(
+            bytes_so_far, workers=workers
+        )  # the processes start here, and stay in this network
     try:
         yield world
     finally:

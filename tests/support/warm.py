@@ -48,7 +48,9 @@ _CONTEXT.set_forkserver_preload(
 )  # fmt: skip
 # torch reads both when it is imported; the launcher sets the second for its workers.
 _IMPORTED_WITH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-_INSTALLED = tuple({sys.prefix, sys.base_prefix})
+# An environment may lie over another one, whose packages it sees.
+_BELOW = (path for path in sys.path if Path(path).name == "site-packages")
+_INSTALLED = tuple({sys.prefix, sys.base_prefix, *_BELOW})
 
 
 def server() -> ForkServerContext:

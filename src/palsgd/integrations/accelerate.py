@@ -2,8 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher
@@ -13,24 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from palsgd import checkpoint
+from palsgd.integrations.accelerate_files import OwnFiles, ShardedFiles
 from palsgd.integrations.clocked_scheduler import follow_clock
 from palsgd.local_optimizer import LocalOptimizer
 from palsgd.optimizer import PALSGD
-from palsgd.packing import numbers
-from palsgd.replica import unwrapped
 from palsgd.transports import Alone
 
-FOLDER = "palsgd"  # of the workers' own files, in a folder of save_state()
 GENERATOR = "generator"  # what accelerate calls a loader's own source of randomness
 
-# Those that own the optimizer or shard the model, so that the workers are not one process each.
-REFUSED = (
-    DistributedType.DEEPSPEED,
-    DistributedType.FSDP,
-    DistributedType.MEGATRON_LM,
-    DistributedType.XLA,
-)
+# Those that have an optimizer of their own, or cut the model in ways that palsgd cannot tell.
+REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 def prepare(
@@ -49,6 +39,9 @@ def prepare(
     reads. Schedulers among `others` follow the clock, and calling their `step()` does nothing.
     `opt.eval()` shows the global model, `opt.train()` goes back.
 
+    Under accelerate's FSDP2 a worker is the processes that share its shards: with
+    `ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)` there are two workers of four.
+
     Args:
         accelerator: an `accelerate.Accelerator`.
         model: the model, not prepared yet.
@@ -62,8 +55,9 @@ def prepare(
         The prepared model, the prepared optimizer, and the others in their order.
 
     Raises:
-        ValueError: the accelerator shards the model, owns the optimizer or does not know of the
-            other processes, or a loader sends every batch from process 0.
+        ValueError: the accelerator owns the optimizer, shards the model over all processes or in
+            another way than FSDP2, or does not know of the other processes; or a loader sends every
+            batch from process 0.
 
     Example:
         >>> import accelerate, torch, palsgd
@@ -83,24 +77,64 @@ def prepare(
     _check(accelerator)
     if accelerator.num_processes == 1:
         settings.setdefault("transport", Alone())
-    model = accelerator.prepare(model)
-    opt = optimizer(model, inner, **settings)
-    prepared = accelerator.prepare(opt)
-    _OwnFiles(opt).register(accelerator)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        model = _sharded(accelerator, model, inner)
+        opt = optimizer(model, inner, **settings)
+        prepared = accelerator.prepare_optimizer(opt, device_placement=False)
+        ShardedFiles(opt).register(accelerator)
+    else:
+        model = accelerator.prepare(model)
+        opt = optimizer(model, inner, **settings)
+        prepared = accelerator.prepare(opt)
+        OwnFiles(opt).register(accelerator)
     return (model, prepared, *(_prepared(accelerator, opt, other) for other in others))
+
+
+def _sharded(accelerator: Any, model: nn.Module, inner: Optimizer | Sequence[Optimizer]) -> Any:
+    """The model in shards, over which accelerate puts the inner optimizer too."""
+    parts = [inner] if isinstance(inner, Optimizer) else inner
+    found: nn.Module = accelerator.prepare(model, *parts)[0]
+    return found
 
 
 def _check(accelerator: Any) -> None:
     kind, started = accelerator.distributed_type, int(os.environ.get("WORLD_SIZE", 1))
     if kind in REFUSED:
         raise ValueError(
-            f"the accelerator runs under {kind.value}, which shards the model or has an optimizer "
-            "of its own; use data parallelism, as under torchrun without a plugin"
+            f"the accelerator runs under {kind.value}, which cuts the model or has an optimizer of "
+            "its own; use data parallelism, as under torchrun without a plugin, or FSDP2"
         )
     if started > 1 and accelerator.num_processes == 1:
         raise ValueError(
             f"WORLD_SIZE={started} processes were started, and the accelerator knows of one, so "
             "each would train alone; use Accelerator(cpu=True) where there is no GPU"
+        )
+    if kind == DistributedType.FSDP:
+        _check_sharding(accelerator)
+    elif os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        raise ValueError(
+            f"accelerate was asked to shard the model, and does not under {kind.value}; leave out "
+            "fsdp_plugin, or shard it yourself by fully_shard and palsgd.worker_groups"
+        )
+
+
+def _check_sharding(accelerator: Any) -> None:
+    if not accelerator.is_fsdp2:
+        raise ValueError(
+            "accelerate shards the model by FSDP 1, which has no tensors of one parameter; use "
+            "FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    shape = accelerator.parallelism_config
+    if shape is None or shape.dp_replicate_size == 1 or shape.non_data_parallel_size > 1:
+        raise ValueError(
+            f"accelerate cuts one model over {accelerator.num_processes} processes, and palsgd "
+            "trains copies of it, each in shards; use Accelerator(parallelism_config="
+            "ParallelismConfig(dp_replicate_size=WORKERS, dp_shard_size=PROCESSES_OF_A_WORKER))"
+        )
+    if accelerator.scaler is not None:
+        raise ValueError(
+            "mixed_precision='fp16' with FSDP2 needs an optimizer that accelerate saves itself, "
+            "which the workers' are not; use mixed_precision='bf16'"
         )
 
 
@@ -125,53 +159,3 @@ def _keep_loader_local(loader: Any) -> None:
     if GENERATOR in (loader.rng_types or ()):
         synchronize_rng_states([GENERATOR], loader.synchronized_generator)
         loader.rng_types = [each for each in loader.rng_types if each != GENERATOR]
-
-
-class _OwnFiles:
-    """The state of each worker, beside what `save_state` writes of process 0 alone."""
-
-    def __init__(self, opt: LocalOptimizer):
-        self._opt = opt
-        self._folder: Path | None = None  # what load_state is about to load
-
-    def register(self, accelerator: Any) -> None:
-        accelerator.register_save_state_pre_hook(self._save)
-        accelerator.register_load_state_pre_hook(self._find)
-        self._opt.register_load_state_dict_pre_hook(self._load)
-
-    def _place(self, models: list[nn.Module]) -> int:
-        inside = unwrapped(self._opt.model)
-        return next(i for i, model in enumerate(models) if unwrapped(model) is inside)
-
-    def _path(self, models: list[nn.Module], folder: str) -> Path:
-        """Numbered as accelerate numbers its own files of several models."""
-        place = self._place(models)
-        return Path(folder) / (FOLDER if place == 0 else f"{FOLDER}_{place}")
-
-    def _save(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        opt, place = self._opt, self._place(models)
-        checkpoint.save(self._path(models, folder), opt.model, opt, keep=1)
-        with opt.anchor_weights():
-            weights[place] = deepcopy(models[place].state_dict())  # what is tied stays tied
-
-    def _find(self, models: list[nn.Module], folder: str) -> None:
-        self._folder = self._path(models, folder)
-
-    def _load(self, opt: Any, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Load this worker's own files in place of process 0's state, after accelerate has loaded
-        the model. The state of a plain optimizer goes into the inner one."""
-        folder, self._folder = self._folder, None
-        if folder is None or not _is_local(state):
-            return None
-        checkpoint.load(folder, opt.model, opt)
-        found: dict[str, Any] = opt.state_dict()
-        return found
-
-
-def _is_local(state: dict[str, Any]) -> bool:
-    """Is this the state of a palsgd optimizer?"""
-    try:
-        numbers(state)
-    except ValueError:
-        return False
-    return True

@@ -11,6 +11,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DefaultFlowCallback, TrainerCallback
+from transformers.trainer_utils import has_length
 
 from palsgd import checkpoint
 from palsgd.checks import in_error, warn
@@ -44,7 +45,8 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
             in the `output_dir` of this run.
 
     Raises:
-        ValueError: `opt` is no palsgd optimizer.
+        ValueError: `opt` is no palsgd optimizer. In `Trainer(...)` and `train()`: something would
+            exchange between syncs, or let workers take unequally many iterations.
 
     Example:
         >>> import tempfile, torch, palsgd
@@ -86,6 +88,9 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
 
     # -- what Trainer calls --------------------------------------------------------------------
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        _check_arguments(args)
+
     def on_train_begin(
         self,
         args: Any,
@@ -98,6 +103,7 @@ class LocalTrainingCallback(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         opt = self.opt
+        _check_arguments(args)  # also of a callback that was added after the Trainer was made
         _check_loop(opt, args, optimizer, train_dataloader, state)
         _stop_counting_tokens(args)
         for wrapper in _wrappers_of(opt.model):
@@ -216,14 +222,35 @@ def _own_state(passed_by: list[int], opt: Any, state: dict[str, Any]) -> dict[st
     """Trainer saves worker 0's state and gives it to all workers. The others keep theirs until the
     callback loads their own files."""
     try:
-        number = numbers(state)["worker"]["number"]
+        saved = numbers(state)["worker"]
     except ValueError:  # the state of a plain optimizer, which is loaded into the inner one
         return None
+    number, workers = saved["number"], opt.transport.workers
+    if saved["of"] != workers:
+        raise ValueError(
+            f"the checkpoint is of {saved['of']} workers, and there are {workers}; start "
+            f"{saved['of']} processes, or a new run from its model.safetensors"
+        )
     if number == opt.transport.worker:
         return None
     passed_by.append(number)
     found: dict[str, Any] = opt.state_dict()
     return found
+
+
+def _check_arguments(args: Any) -> None:
+    for name in ("fsdp", "deepspeed"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"TrainingArguments({name}=...) cuts one model over all processes, so that they "
+                "are no workers; leave it out, or use accelerate's FSDP2 and "
+                "palsgd.integrations.accelerate"
+            )
+    if args.fp16:
+        raise ValueError(
+            "TrainingArguments(fp16=True) skips steps on some workers and not on others, and "
+            "Trainer exchanges after equally many; use bf16=True"
+        )
 
 
 def _check_loop(opt: LocalOptimizer, args: Any, given: Any, loader: Any, state: Any) -> None:
@@ -254,6 +281,8 @@ def _check_loop(opt: LocalOptimizer, args: Any, given: Any, loader: Any, state: 
             "hyperparameter_search() trains one model after another, and this callback has the "
             "optimizer of one; start a Trainer for each set of hyper-parameters"
         )
+    length = len(loader) if has_length(loader) else None
+    opt.transport.agree({"the number of batches in an epoch": length})
 
 
 def _stop_counting_tokens(args: Any) -> None:

@@ -233,6 +233,9 @@ class LocalStrategy(DDPStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         trainer, opt = self.lightning_module.trainer, self.opt
+        batches = trainer.num_training_batches
+        length = int(batches) if batches < math.inf else None
+        opt.transport.agree({"the number of batches in an epoch": length})
         if self._random is not None:
             _set_random(self._random, self.root_device)
         if trainer.max_steps != -1:
