@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test test-integrations demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
+.PHONY: setup test test-integrations demo demo-picture lint docs bench mutants chaos soak fuzz torch-tests clean
 
 setup: .venv/installed
 
@@ -9,7 +9,7 @@ setup: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "palsgd needs Python 3.11 or newer, found $$($(PYTHON) --version); use make PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,dev,docs]'
 	@touch $@
 
 demo: setup
@@ -34,6 +34,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in build/site. A warning, or a link that leads nowhere, is an error.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	@echo "build/site/index.html"
 
 bench: setup
 	$(BIN)/python bench/step.py
@@ -64,4 +69,4 @@ torch-tests: setup
 	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build/site
