@@ -30,6 +30,7 @@ nitpicky = True
 # are code; where one is a public name, it is a link.
 nitpick_ignore_regex = [("py:(?!obj).*", r"(?!palsgd\.).*"), ("py:obj", "(?s:.*)")]
 default_role = "py:obj"
+smartquotes = False  # "auto" and --steps are code
 
 repository_url = package["urls"]["Repository"]
 
@@ -53,6 +54,7 @@ python_maximum_signature_line_length = 90
 # -- the look --------------------------------------------------------------------------------------
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

@@ -34,7 +34,7 @@ def described(name: str, command: Any) -> str:
     parts.append(f".. code-block:: text\n\n{indented(usage)}")
     if example:
         parts.append(f"Example:\n\n.. code-block:: console\n\n{indented('$ ' + example)}")
-    for parameter in command.get_params(context):
+    for parameter in command.params:  # without --help
         if record := parameter.get_help_record(context):
             words, meaning = record
             parts.append(f".. option:: {words}\n\n{indented(meaning)}")

@@ -22,9 +22,12 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+# Code of the contributing page is run by test_contributing.py, section by section.
 PYTHON = {
-    name_of(path): code for path in pages() if (code := code_blocks(path.read_text()))
-}  # fmt: skip
+    name: code
+    for name, path in ((name_of(path), path) for path in pages())
+    if name != "CONTRIBUTING.md" and (code := code_blocks(path.read_text()))
+}
 WITH_FRAMEWORKS = [name for name, code in PYTHON.items() if other_packages("\n".join(code))]
 every_page = pytest.mark.parametrize("path", pages(), ids=name_of)
 
@@ -45,7 +48,7 @@ def readers_own() -> dict:
         "opt": palsgd.PALSGD(model, inner, transport=palsgd.Alone()),
         "loader": [torch.ones(2, 4), torch.zeros(2, 4)],
         "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
-        "evaluate": lambda model: float(model(torch.ones(1, 4))),
+        "evaluate": lambda model: model(torch.ones(1, 4)).item(),
         "listener": lambda event: None,
     }
 
