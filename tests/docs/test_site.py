@@ -29,7 +29,7 @@ def site(tmp_path_factory) -> Path:
     """The folder of the built site. The options are those of `make docs`."""
     out = tmp_path_factory.mktemp("site")
     options = re.search(r"-m sphinx (.*) docs ", (ROOT / "Makefile").read_text())[1].split()
-    built = ran("-m", "sphinx", *options, ROOT / "docs", out, timeout=240)
+    built = ran("-m", "sphinx", *options, ROOT / "docs", out, timeout=240, fresh=True)
     assert built.code == 0, built.err
     return out
 
