@@ -1,6 +1,7 @@
 """The documentation site: it builds without a warning, and nothing public is missing from it."""
 
 import ast
+import inspect
 import re
 import tomllib
 import zlib
@@ -64,10 +65,15 @@ def integrations() -> set[str]:
     return found
 
 
+def is_documented(member: object) -> bool:
+    return (callable(member) or isinstance(member, property)) and bool(member.__doc__)
+
+
 def public_names() -> set[str]:
     kinds = [name for name, value in vars(events).items() if isinstance(value, type)]
     own = [name for name in kinds if getattr(events, name).__module__ == events.__name__]
-    members = [name for name, value in vars(palsgd.LocalOptimizer).items() if value.__doc__]
+    of_optimizers = inspect.getmembers(palsgd.LocalOptimizer, is_documented)
+    members = [name for name, _ in of_optimizers if name in vars(palsgd.LocalOptimizer)]
     return {
         *palsgd.__all__,
         *(f"methods.{name}" for name in dir(methods)),
@@ -86,9 +92,9 @@ def test_no_public_name_is_missing_from_the_site(site):
 
 
 def options(command, name="palsgd"):
-    """Every option of every command, as NAME --OPTION."""
+    """Every option of every command, as NAME.--OPTION."""
     for part, child in getattr(command, "commands", {}).items():
-        yield from options(child, f"{name} {part}")
+        yield from options(child, f"{name}-{part}")
     if not hasattr(command, "commands"):
         yield from (f"{name}.{option}" for each in command.params for option in each.opts)
 
