@@ -30,7 +30,7 @@ nitpicky = True
 # are code; where one is a public name, it is a link.
 nitpick_ignore_regex = [("py:(?!obj).*", r"(?!palsgd\.).*"), ("py:obj", "(?s:.*)")]
 default_role = "py:obj"
-smartquotes = False  # "auto" and --steps are code
+smartquotes_action = "D"  # dashes alone: quotes are those of code
 
 repository_url = package["urls"]["Repository"]
 

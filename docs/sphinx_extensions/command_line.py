@@ -1,6 +1,7 @@
 """The directive `command-line`: every command of `palsgd`, from what its `--help` is made of."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ def described(name: str, command: Any) -> str:
     for parameter in command.params:  # without --help
         if record := parameter.get_help_record(context):
             words, meaning = record
+            meaning = re.sub(r"(?<!\S)--[\w-]+", r"``\g<0>``", meaning)
             parts.append(f".. option:: {words}\n\n{indented(meaning)}")
     return "\n\n".join(parts)
 
