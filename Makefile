@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 FRAMEWORKS := .venv-integrations
 
-.PHONY: setup test test-integrations test-oldest package test-package demo demo-picture lint bench \
+.PHONY: setup test test-integrations test-oldest package test-package demo demo-picture lint docs bench \
 	mutants chaos soak fuzz torch-tests clean
 
 setup: .venv/installed
@@ -11,7 +11,7 @@ setup: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "palsgd needs Python 3.11 or newer, found $$($(PYTHON) --version); use make PYTHON=python3.11"; exit 2; }
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,vision,tensorboard,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,vision,tensorboard,dev,docs]'
 	@touch $@
 
 demo: setup
@@ -72,6 +72,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in build/site. A warning, or a link that leads nowhere, is an error.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/site
+	@echo "build/site/index.html"
 
 bench: setup
 	$(BIN)/python bench/step.py

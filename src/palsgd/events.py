@@ -37,7 +37,7 @@ class Averaged(Event):
     """A step of the warm-up was taken with averaged gradients, or skipped on all workers."""
 
     bytes_sent: int
-    skipped: bool = False  # was a gradient not finite?
+    skipped: bool = False  #: was a gradient not finite?
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Mixed(Event):
     """Several steps without data in a row were taken. The last one ended at this clock."""
 
     steps: int
-    weight_min: float  # the smallest weight of one of these steps
+    weight_min: float  #: the smallest weight of one of these steps
     weight_max: float
 
 
@@ -64,9 +64,9 @@ class Synced(Event):
     round: int
     fragment: int
     bytes_sent: int
-    distance: float  # from the local model, as it was sent, to the anchor
-    contributors: int  # workers whose model is in the mean
-    completes: bool  # nothing more is exchanged at this clock
+    distance: float  #: from the local model, as it was sent, to the anchor
+    contributors: int  #: workers whose model is in the mean
+    completes: bool  #: nothing more is exchanged at this clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +74,16 @@ class Left(Event):
     """Workers are no longer there, and the others go on without them. `worker` is the one that
     tells."""
 
-    numbers: tuple[int, ...]  # of those who have left
-    workers: int  # how many go on
+    numbers: tuple[int, ...]  #: of those who have left
+    workers: int  #: how many go on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Event):
     """Workers were let in after a sync. `worker` is the one that tells."""
 
-    numbers: tuple[int, ...]  # of the newcomers
-    workers: int  # how many there are now
+    numbers: tuple[int, ...]  #: of the newcomers
+    workers: int  #: how many there are now
 
 
 @dataclass(frozen=True, kw_only=True)

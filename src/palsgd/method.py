@@ -177,8 +177,8 @@ class Method:
         ... )
     """
 
-    local_state: ClassVar[tuple[str | Scalar, ...]] = ()  # each worker's own; saved and resumed
-    global_state: ClassVar[tuple[str | Scalar, ...]] = ()  # equal on all workers; saved, compared
+    local_state: ClassVar[tuple[str | Scalar, ...]] = ()  #: each worker's own; saved and resumed
+    global_state: ClassVar[tuple[str | Scalar, ...]] = ()  #: equal on all workers; saved, compared
     only_when_mixing: ClassVar[bool] = (
         False  # after_gradient is called only with steps of that kind
     )

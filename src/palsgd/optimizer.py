@@ -190,10 +190,8 @@ def builder_of(row: Row) -> Callable[..., LocalOptimizer]:
         return LocalOptimizer(model, inner, row.method(**own), **settings)
 
     build.__name__ = build.__qualname__ = row.title
-    build.__doc__ = explained(
-        f"{row.summary}.\n\nSettings of its own: {', '.join(row.settings()) or 'none'}.\n"
-        f"{row.method.__doc__ or ''}"
-    )
+    summary = row.summary[0].upper() + row.summary[1:]
+    build.__doc__ = explained(f"{summary}.\n\n{inspect.getdoc(row.method)}")
     return named(build, _signature_of(row))
 
 

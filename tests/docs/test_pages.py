@@ -13,7 +13,7 @@ import torch.distributed as dist
 import palsgd
 from palsgd import events, state
 from palsgd.tensors import RESERVED
-from support.pages import code_blocks, executed, page, pages, section
+from support.pages import blocks, code_blocks, executed, page, pages, section
 from support.places import ROOT
 
 
@@ -263,8 +263,8 @@ def test_the_methods_that_a_page_composes_are_built():
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_code_of_a_page_can_be_parsed_and_names_what_palsgd_has(path):
-    for code in code_blocks(path.read_text()):
-        tree = ast.parse(code.replace(", ...)", ")"))
+    for block in blocks(path.read_text(), "python"):
+        tree = ast.parse(block.text)
         for node in ast.walk(tree):
             own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
             if own and node.value.id == "palsgd":

@@ -17,6 +17,7 @@ EXPLAINED = [name for name in PUBLIC if not inspect.ismodule(getattr(palsgd, nam
 
 
 CHECKPOINT = [f"checkpoint.{name}" for name in ("find", "load", "save", "save_model")]
+LAB = [pytest.param(f"lab.{name}", marks=pytest.mark.slow) for name in ("compare", "sweep", "tune")]
 
 
 def public_named(name: str):
@@ -28,8 +29,8 @@ def examples(name: str) -> list[doctest.DocTest]:
     return [found for found in finder.find(public_named(name), name) if found.examples]
 
 
-def with_examples() -> list[str]:
-    return [*EXPLAINED, *CHECKPOINT, "events"]
+def with_examples() -> list:
+    return [*EXPLAINED, *CHECKPOINT, "cluster.Work", "events", *LAB]
 
 
 @pytest.mark.parametrize("name", with_examples())
@@ -49,7 +50,7 @@ def explained(doc: str) -> set[str]:
     return set(re.findall(r"\w+", doc))
 
 
-@pytest.mark.parametrize("name", [*EXPLAINED, *CHECKPOINT])
+@pytest.mark.parametrize("name", [*EXPLAINED, *CHECKPOINT, "cluster.Work", *LAB])
 def test_every_parameter_of_a_public_name_is_in_its_docstring(name):
     public = public_named(name)
     doc = inspect.getdoc(public)

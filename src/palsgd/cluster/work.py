@@ -26,21 +26,47 @@ FIRST_BUCKET = 2**20  # bytes, of torch's DistributedDataParallel
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    parameters: int  # that are trained
-    sync_every: int = 1  # H
-    mix_prob: float = 0.0  # p
+    """What a model and a method ask of a cluster.
+
+    Args:
+        parameters: how many are trained; a number or text ("8M").
+        sync_every, mix_prob, draws: H, p and the draws, as those of an optimizer.
+        warmup_steps: steps of DDP at the start; `math.inf`: DDP.
+        compress: the codec of a sync, by its name.
+        delay: steps between the end of a round and the use of its mean.
+        fragments: parts of the model that are synced one after another.
+        buffers: numbers that are sent with the model.
+        carries: what the method sends at a sync; by default the displacement of the model.
+        coding: seconds of a worker's own coding at a sync, per element.
+        gradient_bytes: of an element of DDP's gradients; 2 for a bf16 model.
+        sent_share: the share of those bytes that DDP sends; less than 1 with PowerSGD.
+        bucket_mb: the size of DDP's all-reduces, torch's `bucket_cap_mb`.
+        accumulate: gradients of a worker that DDP adds up before it averages them.
+
+    Raises:
+        ValueError: a value is out of its range.
+
+    Example:
+        >>> from palsgd.cluster import Work
+        >>> Work(parameters="8M", sync_every=64).parameters
+        8000000
+    """
+
+    parameters: int
+    sync_every: int = 1
+    mix_prob: float = 0.0
     draws: str = "balanced"
-    warmup_steps: float = 0  # steps of DDP at the start; math.inf: DDP
+    warmup_steps: float = 0
     compress: str | None = None
-    delay: int = 0  # steps between the end of a round and the use of its mean
+    delay: int = 0
     fragments: int = 1
-    buffers: int = 0  # numbers that are sent with the model
-    carries: MethodSize = field(default_factory=MethodSize)  # what the method sends at a sync
-    coding: float = 0.0  # seconds of a worker's own coding at a sync, per element
-    gradient_bytes: int = 4  # of an element of DDP's gradients; 2 for a bf16 model
-    sent_share: float = 1.0  # of those bytes that DDP sends; less with PowerSGD
-    bucket_mb: float = 25.0  # of DDP's all-reduces; torch's bucket_cap_mb
-    accumulate: int = 1  # gradients of a worker that DDP adds up before it averages them
+    buffers: int = 0
+    carries: MethodSize = field(default_factory=MethodSize)
+    coding: float = 0.0
+    gradient_bytes: int = 4
+    sent_share: float = 1.0
+    bucket_mb: float = 25.0
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", units.count("parameters", self.parameters))
@@ -70,6 +96,7 @@ class Work:
 
     @classmethod
     def ddp(cls, parameters: int, **how: Any) -> "Work":
+        """The work of DDP."""
         return cls(parameters=parameters, warmup_steps=math.inf, **how)
 
     @classmethod

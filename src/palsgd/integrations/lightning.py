@@ -249,7 +249,7 @@ class LocalStrategy(DDPStrategy):
         self,
         optimizer: Optimizer,
         closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
+        model: "LightningModule | nn.Module | None" = None,
         **kwargs: Any,
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

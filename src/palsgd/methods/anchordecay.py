@@ -27,7 +27,13 @@ from palsgd.tensors import WorkerTensors, bounds, mix_
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorDecayMethod(Method):
-    decay: float = 0.01  # c
+    """`x_k <- x_k - c (lr_t / lr_0) (x_k - x)` after each gradient step, with x the anchor.
+
+    Args:
+        decay: c.
+    """
+
+    decay: float = 0.01
 
     def __post_init__(self) -> None:
         words = "a number >= 0 and < 1"

@@ -32,7 +32,13 @@ from palsgd.tensors import Reduced, WorkerTensors
 
 @dataclass(frozen=True, kw_only=True)
 class EASGDMethod(Method):
-    rate: float | None = None  # e; None: 0.9 / workers
+    """`x_k <- x_k - e (x_k - x)` and `x <- x + e sum_k (x_k - x)` at a sync, with x the centre.
+
+    Args:
+        rate: e; None: 0.9 / K, with K workers. It is at most 2 / (K + 1).
+    """
+
+    rate: float | None = None
 
     local_state = ("force",)
     refuses: ClassVar[Mapping[str, str]] = {

@@ -26,7 +26,13 @@ from palsgd.tensors import WorkerTensors
 
 @dataclass(frozen=True, kw_only=True)
 class FedProxMethod(Method):
-    mu: float = 0.01  # weight of the proximal term; 0 is Local SGD
+    """`g_k <- g_k + mu (x_k - x)` before each inner step, with x the last global model.
+
+    Args:
+        mu: the weight of the proximal term; 0 is Local SGD.
+    """
+
+    mu: float = 0.01
 
     def __post_init__(self) -> None:
         check_number("mu", self.mu, "a finite number >= 0", low=below(0.0))

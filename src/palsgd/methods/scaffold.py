@@ -43,7 +43,14 @@ from palsgd.tensors import Reduced, WorkerTensors, column
 
 @dataclass(frozen=True, kw_only=True)
 class SCAFFOLDMethod(Method):
-    lr: float = 1.0  # of the global step
+    """`g_k <- g_k - c_k + c` before each inner step. c_k is a worker's mean gradient of the last
+    round, and c the mean of them.
+
+    Args:
+        lr: of the global step, `x <- x + lr mean_k (x_k - x)`.
+    """
+
+    lr: float = 1.0
 
     local_state = ("control",)
     global_state = ("mean_control",)

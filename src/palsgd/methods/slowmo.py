@@ -34,8 +34,16 @@ from palsgd.tensors import Reduced, WorkerTensors
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMoMethod(Method):
-    momentum: float = 0.5  # b
-    lr: float = 1.0  # s, a factor of the inner learning rate
+    """`u <- b u + D / a` and `x <- x - s a u` at a sync, with D the mean displacement and a the
+    inner learning rate.
+
+    Args:
+        momentum: b.
+        lr: s, a factor of the inner learning rate.
+    """
+
+    momentum: float = 0.5
+    lr: float = 1.0
 
     global_state = ("velocity",)
     refuses: ClassVar[Mapping[str, str]] = {

@@ -19,12 +19,12 @@ class Result:
     time_s, the projected wall-clock time on it.
     """
 
-    model: nn.Module  # the global model
-    engine: str  # "exact" or "vectorized"
+    model: nn.Module  #: the global model
+    engine: str  #: "exact" or "vectorized"
     history: list[dict[str, Any]] = field(default_factory=list)
-    ledgers: list[Ledger] = field(default_factory=list)  # one per worker
-    optimizers: list[Any] = field(default_factory=list)  # one per worker; exact engine only
-    error: Exception | None = None  # why it ended early (simulate_many; simulate raises it)
+    ledgers: list[Ledger] = field(default_factory=list)  #: one per worker
+    optimizers: list[Any] = field(default_factory=list)  #: one per worker; exact engine only
+    error: Exception | None = None  #: why it ended early (simulate_many; simulate raises it)
 
     @property
     def ledger(self) -> Ledger:

@@ -179,10 +179,12 @@ def simulate_many(
         runs: for each run a mapping with `method`, `seed`, `data`, `evaluate` or
             `evaluate_every`; what it does not say is taken from the arguments of that name.
         at_once: runs that share a program at a time; None: as many as fit into memory.
-        workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
-            evaluate_every, progress, compile, cluster, checkpoint: as for `simulate`. The folder
-            also says which runs share a program, as rounding depends on it; they share it again
-            when the simulation goes on.
+        checkpoint: as for `simulate`. The folder also says which runs share a program, as rounding
+            depends on it; they share it again when the simulation goes on.
+
+    The other arguments are those of `simulate`: `workers`, `steps`, `model`, `loss`, `data`,
+    `method`, `vectorize`, `device`, `seed`, `evaluate`, `evaluate_every`, `progress`, `compile` and
+    `cluster`.
 
     Raises:
         ValueError: an argument is out of its range, or a run has an unknown key or lacks one.

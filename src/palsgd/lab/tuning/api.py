@@ -28,7 +28,7 @@ class Tuning:
     """What tuning chose. `path` is the file for `palsgd compare --tuned`."""
 
     path: Path
-    runs: Path  # the folder of all trials
+    runs: Path  #: the folder of all trials
     record: dict[str, Any]
 
     @property
@@ -90,8 +90,13 @@ def tune(
         ValueError: for settings that are unknown or cannot work, before anything runs.
 
     Example:
-        tuning = palsgd.lab.tune("digits", ["ddp", "palsgd"], trials=8, seeds=2, out="tuned.yaml")
-        print(*tuning.verdicts, sep="\\n")
+        >>> import tempfile, palsgd.lab
+        >>> tuning = palsgd.lab.tune(
+        ...     "digits", "ddp", trials=2, seeds=1, workers=2, steps=24,
+        ...     out=tempfile.mkdtemp() + "/tuned.yaml",
+        ... )
+        >>> len(tuning.verdicts)
+        1
     """
     given = settings if workers is None else {**settings, "workers": workers}
     names = whole_names(method_list(methods))
