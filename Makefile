@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test test-integrations demo demo-picture lint bench mutants chaos soak fuzz torch-tests clean
+.PHONY: setup test test-integrations demo demo-picture lint bench mutants chaos soak fuzz torch-tests reproduce clean
 
 setup: .venv/installed
 
@@ -62,6 +62,10 @@ torch-tests: setup
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest
 	$(BIN)/python tests/torch_suite/run.py $(TORCH)
 	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
+
+# The smallest version of every study of the paper, on a CPU: within an hour, and one table.
+reproduce: setup
+	$(BIN)/python lab/studies/reproduce.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

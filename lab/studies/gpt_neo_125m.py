@@ -12,6 +12,7 @@ METHODS = ("ddp", "diloco", "palsgd")
 FULL: dict[str, object] = {"batch_size": 64, "steps": 512, "warmup_steps": 256}
 SHORT: dict[str, object] = {
     "workers": 2, "steps": 40, "warmup_steps": 8, "batch_size": 4, "sync_every": 4,
+    "evaluate_every": 20,
 }  # fmt: skip
 
 

@@ -23,6 +23,9 @@ from palsgd.lab.report import write_report
 from palsgd.lab.report.heat_maps import best_of, heat_maps
 from palsgd.lab.run_folder import write_json
 
+# Figures that say how runs went, not how they ended; and axes that repeat another one's.
+LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss"), ("examples", "bytes_sent")
+
 
 def write_record(
     study: Study, parts: Sequence[Part], place: Place, args: argparse.Namespace
@@ -125,12 +128,14 @@ def _calls(part: Part) -> list[dict[str, Any]]:
 
 
 def _write_figures(runs: Path, folder: Path) -> None:
-    """The report's figures. The page itself repeats all curves, and is made again by `palsgd
-    report`."""
+    """The report's figures of quality. `palsgd report` makes the page and the others from the
+    runs."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as elsewhere:
         page = write_report([runs], Path(elsewhere) / "report.html")
-        shutil.copytree(page.parent / "figures", folder, dirs_exist_ok=True)
+        for path in sorted((page.parent / "figures").glob("*.svg")):
+            if not path.stem.startswith(LEFT_OUT) and not path.stem.endswith(LEFT_OUT_AXES):
+                shutil.copy(path, folder / path.name)
 
 
 def _keep_tuned(part: Part, place: Place, folder: Path) -> None:

@@ -15,6 +15,7 @@ FIRST_TENSOR = "released_methods:ReleasedCode"
 PRINTED = "released_methods:AsPrinted"
 SHORT: dict[str, object] = {
     "workers": 2, "steps": 40, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
+    "evaluate_every": 20,
 }  # fmt: skip
 
 

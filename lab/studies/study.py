@@ -97,40 +97,44 @@ def chosen_parts(study: Study, args: argparse.Namespace) -> list[Part]:
     ]
 
 
-def plan(study: Study, parts: Sequence[Part], place: Place) -> str:
-    """The parts with what they cost, before anything is run."""
-    lines = [study.title, f"{'part':16} {'runs':>5} {'done':>5} {'programs':>8} "
-             f"{'examples':>10} {'GPU min':>8}  question"]  # fmt: skip
-    total = NOTHING
+def plan(study: Study, parts: Sequence[Part], place: Place, tiny: bool = False) -> str:
+    """The parts with what they cost, before anything is run. The tiny version needs no GPU."""
+    costs = {part.name: part.estimate() for part in parts}
+    lines = [_row("part", "runs", "done", "programs", "examples", "GPU min", "question")]
     for part in parts:
-        cost = part.estimate()
-        total += cost
-        lines.append(
-            f"{part.name:16} {cost.runs:5} {place.done(part):5} {cost.programs:8} "
-            f"{cost.examples:10.3g} {cost.minutes:8.1f}  {part.asks}"
-        )
-    lines.append(f"{'in all':16} {total.runs:5} {'':5} {total.programs:8} {total.examples:10.3g} "
-                 f"{total.minutes:8.1f}")  # fmt: skip
-    lines.append("minutes of one NVIDIA H200 by bench/results/lab-h200.json")
-    return "\n".join([*lines, *reasons(call for part in parts for call in part.calls)])
+        lines.append(_cost_row(part.name, costs[part.name], str(place.done(part)), part.asks, tiny))
+    lines.append(_cost_row("in all", sum(costs.values(), NOTHING), "", "", tiny))
+    if not tiny:
+        lines.append("GPU minutes: of one NVIDIA H200, by bench/results/lab-h200.json")
+        lines += reasons(call for part in parts for call in part.calls)
+    return "\n".join([study.title, *lines])
 
 
-def run(parts: Sequence[Part], place: Place, args: argparse.Namespace) -> bool:
-    """Do what is not done. Returns whether all is."""
+def _cost_row(name: str, cost: Estimate, done: str, asks: str, tiny: bool) -> str:
+    minutes = "none" if tiny else f"{cost.minutes:.1f}"
+    return _row(
+        name, str(cost.runs), done, str(cost.programs), f"{cost.examples:.3g}", minutes, asks
+    )
+
+
+def _row(name: str, runs: str, done: str, programs: str, examples: str, *rest: str) -> str:
+    minutes, asks = rest
+    return (
+        f"{name:12} {runs:>5} {done:>5} {programs:>8} {examples:>9} {minutes:>8}  {asks}".rstrip()
+    )
+
+
+def run(parts: Sequence[Part], place: Place, args: argparse.Namespace) -> None:
+    """Do what is not done, until it is or the time is over."""
     until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     options = {"data": args.data, "device": args.device, "until": until, "quiet": args.quiet}
     try:
         for part in parts:
             for call in part.calls:
-                about = estimate(call).minutes
-                kind = type(call).__name__.lower()
-                print(f"{part.name}: {kind} {call.name}, about {about:.1f} GPU minutes if none of "
-                      "it is done", flush=True)  # fmt: skip
+                print(f"{part.name}: {type(call).__name__.lower()} {call.name}", flush=True)
                 call.do(place.runs(part), place.tuning(part), options)
     except OutOfTimeError:
         print("the time is over; the same command goes on")
-        return False
-    return True
 
 
 def parser(study: Study) -> argparse.ArgumentParser:
@@ -168,7 +172,7 @@ def main(study: Study, words: Sequence[str] | None = None) -> int:
     try:
         args = checked(args)
         parts, place = chosen_parts(study, args), place_of(study, args)
-        print(plan(study, parts, place), flush=True)
+        print(plan(study, parts, place, args.tiny), flush=True)
         if args.plan:
             return 0
         run(parts, place, args)

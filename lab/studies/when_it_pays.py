@@ -9,7 +9,7 @@ METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 CONTROLS = ("palsgd-no-pull", "diloco-equal-gradients", "diloco-same-settings", "diloco-raised-lr")
 # 100 steps of warm-up, then 2,048: whole rounds of every H.
 LONG = {"workers": 8, "warmup_steps": 100, "steps": 2148}
-SHORT = {"workers": 2, "warmup_steps": 0, "steps": 32, "batch_size": 4}
+SHORT = {"workers": 2, "warmup_steps": 0, "steps": 32, "batch_size": 4, "evaluate_every": 16}
 
 
 def tuned(tiny: bool) -> list[Call]:
