@@ -3,7 +3,7 @@ BIN := .venv/bin
 FRAMEWORKS := .venv-integrations
 
 .PHONY: setup test test-integrations test-oldest package test-package demo demo-picture lint docs bench \
-	mutants chaos soak fuzz torch-tests clean
+	mutants chaos soak fuzz torch-tests reproduce clean
 
 setup: .venv/installed
 
@@ -105,6 +105,10 @@ torch-tests: setup
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest
 	$(BIN)/python tests/torch_suite/run.py $(TORCH)
 	$(BIN)/python tests/torch_suite/run.py $(TORCH) --kind LocalSGD
+
+# The smallest version of every study of the paper, on a CPU: within an hour, and one table.
+reproduce: setup
+	$(BIN)/python lab/studies/reproduce.py
 
 clean:
 	rm -rf .venv .venv-oldest $(FRAMEWORKS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

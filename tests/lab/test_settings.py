@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import palsgd
 from palsgd import registry
@@ -71,6 +72,22 @@ def test_every_field_can_be_given_as_text():
         ({"schedule": "step"}, "add for instance schedule_every=1000"),
         ({"outer_schedule": "step"}, "add for instance schedule_every=1000"),
         ({"schedule_factor": "1.5"}, "schedule_factor=1.5 must be in [0, 1]"),
+        ({"schedule_at": "0.5:1.2"}, "schedule_at='0.5:1.2' must be rising shares of the run"),
+        ({"schedule_at": "0.7:0.5"}, "schedule_at='0.7:0.5' must be rising shares of the run"),
+        ({"schedule_at": "half"}, "schedule_at='half' must be rising shares of the run"),
+        (
+            {"schedule_at": "0.5", "schedule_every": "10"},
+            "schedule_at=0.5 and schedule_every=10 both say when",
+        ),
+        ({"discard_batches": "true"}, "draws=balanced: batches are counted by the steps"),
+        (
+            {"discard_batches": "true", "draws": "shared", "delay": "1"},
+            "delay=1: batches are counted by the steps at which all workers mix; add delay=0",
+        ),
+        (
+            {"discard_batches": "true", "draws": "shared", "sync_every": "auto"},
+            "sync_every=auto: rounds must have one length",
+        ),
         ({"outer_schedule": "cosine", "sync_every": "auto"}, "outer_schedule=cosine needs to know"),
         ({"mix_rate": "0:16,0:8"}, "mix_rate=0:16,0:8 is no number and does not say how one"),
         ({"mix_rate": "5:16"}, "mix_rate=5:16 is no number and does not say how one changes"),
@@ -184,6 +201,23 @@ def test_random_points_are_distinct_within_their_ranges_and_the_same_each_time()
     for text in ("1e-1..1e-4", "a..b", "0..1"):
         with pytest.raises(ValueError, match="is no range"):
             random_points(base, {"lr": [text]}, 2, seed=3)
+
+
+def test_the_learning_rate_falls_after_the_given_shares_of_a_run():
+    settings = base.changed({"schedule": "step", "schedule_at": "0.5:0.75", "lr_warmup_steps": 4})
+    factors = [learning_rate_factor(settings, 40, clock) for clock in range(40)]
+    assert factors[:4] == [(clock + 1) / 5 for clock in range(4)]
+    assert set(factors[4:20]) == {1.0}
+    assert factors[20:30] == pytest.approx([0.1] * 10)
+    assert factors[30:] == pytest.approx([0.01] * 10)
+
+
+def test_the_inner_momentum_may_be_nesterovs():
+    kinds = [
+        inner_optimizer(base.changed({"inner": kind, "momentum": momentum}), nn.Linear(2, 1))
+        for kind, momentum in (("sgd", 0.9), ("nesterov", 0.9), ("nesterov", 0.0))
+    ]
+    assert [kind.defaults["nesterov"] for kind in kinds] == [False, True, False]
 
 
 def test_the_learning_rate_warms_up_then_falls_as_half_a_cosine():

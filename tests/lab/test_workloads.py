@@ -79,7 +79,7 @@ def loaded(request):
 
     @functools.cache
     def load(name, **own):
-        if name in ("cifar10-cnn", "cifar10-vgg16"):
+        if name.startswith("cifar10"):
             return workloads.load(name, data=needed(CIFAR), **own)
         if name == "imagenet-resnet50":
             return SmallResNet50(data=request.getfixturevalue("imagenette"), **own)

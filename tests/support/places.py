@@ -5,5 +5,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 BENCH = ROOT / "bench"
+STUDIES = ROOT / "lab" / "studies"
 GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared" / "data"  # data sets; tests that need one skip where it is absent

@@ -72,8 +72,9 @@ def _with_changing_rounds(
 def inner_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    if settings.inner == "sgd":
-        return torch.optim.SGD(params, momentum=settings.momentum, **common)
+    if settings.inner in ("sgd", "nesterov"):
+        nesterov = settings.inner == "nesterov" and settings.momentum != 0
+        return torch.optim.SGD(params, momentum=settings.momentum, nesterov=nesterov, **common)
     kind = torch.optim.AdamW if settings.inner == "adamw" else torch.optim.Adam
     return kind(params, fused=True, **common)
 
@@ -130,6 +131,9 @@ def _round_starts(settings: Settings, steps: int) -> Callable[[int], int]:
 def _factor(settings: Settings, schedule: str, steps: int, clock: int) -> float:
     if schedule == "constant":
         return 1.0
+    if schedule == "step" and settings.schedule_shares:
+        passed = sum(clock >= share * steps for share in settings.schedule_shares)
+        return settings.schedule_factor**passed
     if schedule == "step":
         assert settings.schedule_every is not None
         return settings.schedule_factor ** (clock // settings.schedule_every)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from palsgd.lab.batch_order import BatchOrder
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
 
@@ -24,6 +25,7 @@ class JointBatches:
 
     def __init__(self, settings: Settings, workload: Workload):
         self._settings, self._workload = settings, workload
+        self._order = BatchOrder(settings)
         self._made: OrderedDict[int, Future[Any]] = OrderedDict()
         gpu = workload.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1) if gpu else None
@@ -38,7 +40,7 @@ class JointBatches:
                 worker=worker,
                 workers=self._settings.workers,
                 size=self._settings.batch_size,
-                index=index,
+                index=self._order(index),
             )
         return pytree.tree_map_only(Tensor, lambda x: x[worker], joint)
 
@@ -62,7 +64,7 @@ class JointBatches:
     def _new(self, index: int) -> Any:
         settings = self._settings
         return self._workload.joint_batch(
-            workers=settings.workers, size=settings.batch_size, index=index
+            workers=settings.workers, size=settings.batch_size, index=self._order(index)
         )
 
 

@@ -106,6 +106,8 @@ def without_effect(name: str, draws: str = "balanced") -> set[str]:
     found = of_methods - {method_setting(own) for own in row.settings()}
     if not (row.mixes or (row.rounds and draws == "paced")):
         found |= {"draws", "speeds"}
+    if not row.mixes:
+        found.add("discard_batches")
     if not takes_outer(row):
         found |= {name for name in FIELDS if name.startswith("outer")}
     if not row.rounds:

@@ -57,7 +57,9 @@ def _common(settings: Settings) -> dict[str, Any]:
     for name, in_epochs in IN_EPOCHS:
         if found[name]:  # config.yaml has both, and these are the steps of those epochs
             del found[in_epochs]
-    if settings.inner != "sgd":
+    if settings.inner == "nesterov" and settings.momentum == 0:
+        found["inner"] = "sgd"
+    if settings.inner not in ("sgd", "nesterov"):
         del found["momentum"]
         if settings.weight_decay == 0:  # then it does not matter how it is applied
             found["inner"] = "adam"
@@ -88,7 +90,7 @@ def _rounds(settings: Settings) -> dict[str, Any]:
         return found
     own = method_of(settings).settings()
     if row.mixes:
-        found["draws"] = settings.draws
+        found |= {"draws": settings.draws, "discard_batches": settings.discard_batches}
         if 0 in (own.get("mix_rate"), own.get("pull")):  # two ways to say that nothing is pulled
             own |= {"mix_rate": None, "pull": 0.0}
     return found | {"rule": row.name, **{f"rule's {name}": value for name, value in own.items()}}

@@ -31,7 +31,7 @@ from palsgd.lab.programs import first_of_each
 from palsgd.lab.resuming import Resuming, left_to_do, was_changed
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import TIMEOUT_S, Settings, parsed
-from palsgd.lab.simulated_program import grouped, simulate_runs
+from palsgd.lab.simulated_program import check_time, grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.torchrun import first_rank, restarted, under_torchrun
 from palsgd.lab.workload import Workload
@@ -69,6 +69,9 @@ class Options:
     go_on: bool = False  # without workers that die, which `restarts` starts again alone
     min_workers: int | None = None  # with go_on: how many must be left; None: one
     deadline_s: float | None = None  # with go_on: of a sync, from the first worker's arrival
+    # Of simulated runs, as time.monotonic() has it: the first pause after it ends the command, and
+    # is the only one at which their states are saved. None: all runs are done.
+    until: float | None = None
 
     def __post_init__(self) -> None:
         for name in _FLAGS:
@@ -80,6 +83,8 @@ class Options:
             check_int("min_workers", self.min_workers, least=1)
         if self.deadline_s is not None:
             check_number("deadline", self.deadline_s, "a number of seconds > 0", low=0.0)
+        if self.until is not None:
+            check_number("until", self.until, "a time as time.monotonic() has it")
         if self.data is not None:
             object.__setattr__(self, "data", str(check_path("data", self.data)))
         check_device(self.device)
@@ -195,6 +200,11 @@ def _check(runs: Sequence[Settings], options: Options) -> None:
         raise ValueError("--simulate needs one process; start it without torchrun")
     if options.simulate:
         check_simulated(runs)
+    elif options.until is not None:
+        raise ValueError(
+            f"until={options.until:g} ends simulated runs, real workers are stopped by SIGTERM; "
+            "leave it out"
+        )
     check_device(options.device)
     told = [settings.cluster for settings in runs if settings.cluster is not None]
     if told and not options.simulate:
@@ -329,12 +339,14 @@ def _simulate(
         share=options.share_program,
         vectorize=options.vectorize,
     ):
+        check_time(options.until)
         simulate_runs(
             [simulated(name) for name in names],
             quiet=options.quiet,
             vectorize=vectorize,
             resume=resumed,
             whole=whole,
+            until=options.until,
         )
 
 

@@ -50,20 +50,22 @@ class Settings:
     pull: float | str | None = None  # of a round's mixing steps; neither: the library's default
     warmup_steps: int = 0
     draws: str = "balanced"
+    discard_batches: bool = False  # a mixing step uses up a batch, as in the paper's released code
     speeds: str | None = None  # with draws=paced, of each worker: 1:1:0.33; None: measured
     buffers: str = "average"
     compress: str | None = None  # what a sync sends: bf16, int8, int4 or topk:SHARE
     delay: int = 0  # steps between sending and applying a sync
     fragments: int = 1  # parts of the model that are synced one after another
 
-    inner: str = "sgd"
+    inner: str = "sgd"  # nesterov: with Nesterov's momentum
     lr: float = 0.01
-    momentum: float = 0.9  # of inner SGD
+    momentum: float = 0.9  # of inner SGD, of either kind
     weight_decay: float = 0.0
     max_norm: float | None = None  # clipping
-    schedule: str = "constant"  # cosine: to zero at the last step; step: see the next three
+    schedule: str = "constant"  # cosine: to zero at the last step; step: see the next four
     schedule_every: int | None = None  # steps after which lr is multiplied by schedule_factor
     schedule_every_epochs: float | None = None  # the same in epochs
+    schedule_at: str | None = None  # shares of the run instead, not equally far apart: 0.5:0.75
     schedule_factor: float = 0.1
     lr_warmup_steps: int = 0  # linear, before the schedule
     lr_warmup_epochs: float = 0.0  # the same in epochs
@@ -104,6 +106,7 @@ class Settings:
                 "strong a mixing step is; give one of them"
             )
         self._check_batches()
+        self._check_discarded()
         self._check_schedules()
 
     def _check_kinds(self) -> None:
@@ -170,11 +173,50 @@ class Settings:
                 f"micro_batches={self.micro_batches}; choose one that is"
             )
 
+    def _check_discarded(self) -> None:
+        """All workers mix at the same steps, and which these are is known from the settings."""
+        if not self.discard_batches:
+            return
+        for name, needed in (("draws", "shared"), ("delay", 0), ("fragments", 1)):
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"discard_batches=true with {name}={getattr(self, name)}: batches are counted "
+                    f"by the steps at which all workers mix; add {name}={needed}"
+                )
+        if isinstance(self.sync_every, str):
+            raise ValueError(
+                f"discard_batches=true with sync_every={self.sync_every}: rounds must have one "
+                "length; give a number"
+            )
+
+    @property
+    def schedule_shares(self) -> tuple[float, ...]:
+        """The shares of the run after which schedule=step changes the learning rate; none where it
+        does so every so many steps."""
+        if self.schedule_at is None:
+            return ()
+        try:
+            return tuple(map(float, self.schedule_at.split(":")))
+        except ValueError:
+            return (math.nan,)
+
     def _check_schedules(self) -> None:
-        if "step" in (self.schedule, self.outer_schedule) and self._every is None:
+        shares = self.schedule_shares
+        if not all(0 < share < 1 for share in shares) or list(shares) != sorted(set(shares)):
+            raise ValueError(
+                f"schedule_at={in_error(self.schedule_at)} must be rising shares of the run, above "
+                "0 and below 1, such as schedule_at=0.5:0.75:0.875"
+            )
+        if shares and self._every is not None:
+            raise ValueError(
+                f"schedule_at={self.schedule_at} and schedule_every={self._every:g} both say when "
+                "the learning rate changes; give one of them"
+            )
+        stepped = "step" in (self.schedule, self.outer_schedule)
+        if stepped and self._every is None and not shares:
             raise ValueError(
                 "schedule=step needs to know after how many steps the learning rate changes; add "
-                "for instance schedule_every=1000 or schedule_every_epochs=30"
+                "for instance schedule_every=1000, schedule_every_epochs=30 or schedule_at=0.5:0.75"
             )
         if self.outer_schedule != "constant" and self.sync_every == "auto":
             raise ValueError(
@@ -297,7 +339,7 @@ CHOICES = {
     "buffers": ("average", "local", "recompute"),
     "split": ("test", "choose"),
     "target_on": ("loss", "metric", "train_loss", "train_metric"),
-    "inner": ("sgd", "adam", "adamw"),
+    "inner": ("sgd", "nesterov", "adam", "adamw"),
     "schedule": ("constant", "cosine", "step"),
     "outer": ("nesterov", "sgd", "sgd_m", "adam", "adamw"),
     "outer_schedule": ("constant", "cosine", "step"),

@@ -1,5 +1,6 @@
 """Simulated runs that share a program: which they are, their training, and their checkpoints."""
 
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,20 @@ from palsgd.lab.simulated_run import SimulatedRun, shape_of
 from palsgd.lab.worker_loop import split_batch
 from palsgd.progress import ProgressBar, Whole
 from palsgd.simulator import Checkpoints, Program, programs
+
+
+class OutOfTimeError(RuntimeError):
+    """The time that a command was given is over. Runs that are finished are kept, and those under
+    way are saved: the same command with `resume` goes on with them."""
+
+    def __init__(self) -> None:
+        super().__init__("the time is over; the same command with resume goes on")
+
+
+def check_time(until: float | None) -> None:
+    """Raise if that time, as time.monotonic() has it, has come."""
+    if until is not None and time.monotonic() >= until:
+        raise OutOfTimeError
 
 
 class Group(NamedTuple):
@@ -66,10 +81,10 @@ def _recorded(folder: RunFolder, runs: Mapping[str, Settings]) -> Group | None:
 
 def simulate_runs(
     runs: list[SimulatedRun], *, quiet: bool, vectorize: bool | str = "auto", resume: bool = False,
-    whole: Whole | None = None,
+    whole: Whole | None = None, until: float | None = None,
 ) -> None:  # fmt: skip
     """Train runs that differ in nothing but what runs of one program may differ in. `whole` is what
-    they are part of."""
+    they are part of. The first pause after `until` ends them by an OutOfTimeError."""
     first = runs[0]
     settings, workload = first.settings, first.workload
     autocast = low_precision(settings, workload.device)
@@ -101,7 +116,8 @@ def simulate_runs(
             for program in made:  # all of them are recorded before the first one trains
                 program.begin(resume=resume)
             for program in made:
-                program.train(quiet=quiet, whole=whole)
+                check_time(until)
+                program.train(quiet=quiet, whole=whole, until=until)
 
 
 class SimulatedProgram:
@@ -128,7 +144,7 @@ class SimulatedProgram:
         for run in self._runs:
             run.start(self._program.engine, names)
 
-    def train(self, *, quiet: bool, whole: Whole | None = None) -> None:
+    def train(self, *, quiet: bool, whole: Whole | None = None, until: float | None = None) -> None:
         first, program = self._runs[0], self._program
         with ProgressBar(
             self._title(), first.steps, start=program.clock, quiet=quiet, whole=whole,
@@ -138,10 +154,19 @@ class SimulatedProgram:
             while program.advance():
                 for run, history in self._histories():
                     run.pause(history)
-                self._save()
+                self._kept(until)
         for run, result in zip(self._runs, program.results(), strict=True):
             run.finish(result)
         self._checkpoints.remove()
+
+    def _kept(self, until: float | None) -> None:
+        """Save the state at a pause. A program that is given an end is saved there alone: states of
+        many workers are large, and until then nobody has asked it to stop."""
+        if until is None:
+            self._save()
+        elif time.monotonic() >= until:
+            self._save()
+            raise OutOfTimeError
 
     def _save(self) -> None:
         counts = [run.norms for run in self._runs]

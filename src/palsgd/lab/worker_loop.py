@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import palsgd
 from palsgd import references
+from palsgd.lab.batch_order import BatchOrder
 from palsgd.lab.data.sharding import Changes
 from palsgd.lab.factory import build_optimizer, low_precision
 from palsgd.lab.forecast import work_of
@@ -39,6 +40,7 @@ class WorkerLoop:
         transport: palsgd.Transport | None = None,
     ):
         self.settings, self.workload, self._transport = settings, workload, transport
+        self._order = BatchOrder(settings)
         self.changes: Changes = ()  # of the number of workers, so far
         self.world = settings.workers if transport else dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
@@ -92,7 +94,7 @@ class WorkerLoop:
                 worker=self.rank // ranks,
                 workers=self.world // ranks,
                 size=self.settings.batch_size,
-                index=self.opt.gradient_steps,
+                index=self._order(self.opt.gradient_steps),
                 **dealt,
             )
             yield split_batch(batch, ranks)[self.rank % ranks]

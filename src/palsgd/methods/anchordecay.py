@@ -16,7 +16,6 @@ workers that are left out do not change the rule.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from palsgd.checks import below, check_number
 from palsgd.method import Method, Rate, Rates
@@ -74,5 +73,5 @@ ROW = Row(
     summary="every gradient step is followed by a small pull to the anchor",
     colours=("#b3212d", "#ff8a8f"),
     dashes=(2, 1, 6, 1),
-    outer=partial(nesterov, lr=0.7, momentum=0.5),
+    outer=nesterov,
 )

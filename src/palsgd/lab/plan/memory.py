@@ -2,7 +2,8 @@
 
 from palsgd.cluster import Work
 
-STATE = {"sgd": 1, "adam": 2, "adamw": 2}  # tensors of inner state per parameter, with momentum
+# tensors of inner state per parameter, with momentum
+STATE = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2}
 MESSAGE = 128 * 2**20  # bytes: the longest bucket of a sync, unless bucket_mb says otherwise
 
 

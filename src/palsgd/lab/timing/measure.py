@@ -28,9 +28,10 @@ _NEVER = 10**6  # steps of a round that does not end
 TIMELESS = frozenset(
     {
         "seed", "lr", "momentum", "weight_decay", "outer_lr", "outer_momentum", "mix_rate", "pull",
-        "steps", "epochs", "schedule", "schedule_every", "schedule_factor", "lr_warmup_steps",
-        "lr_warmup_epochs", "outer_schedule", "warmup_steps", "evaluate_every", "checkpoint_every",
-        "cluster", "split", "sharding", "target", "target_on", "margin", "tuned",
+        "steps", "epochs", "schedule", "schedule_every", "schedule_at", "schedule_factor",
+        "lr_warmup_steps", "lr_warmup_epochs", "outer_schedule", "warmup_steps", "discard_batches",
+        "evaluate_every", "checkpoint_every", "cluster", "split", "sharding", "target", "target_on",
+        "margin", "tuned",
     }
 )  # fmt: skip
 

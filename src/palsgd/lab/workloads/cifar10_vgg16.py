@@ -51,11 +51,12 @@ SEARCH = {
     "outer_momentum": [0.5, 0.9],
     "mix_prob": [0.05, 0.1],
     "pull": (0.05, 0.6),
+    "decay": (0.003, 0.03),
 }
 
 
-class Cifar10VGG16(Cifar10):
-    name = "cifar10-vgg16"
+class ShiftedCifar10(Cifar10):
+    """CIFAR-10 with crops of 32 pixels from a padding of 4, mirrored by chance."""
 
     def load(self) -> None:
         super().load()
@@ -67,6 +68,10 @@ class Cifar10VGG16(Cifar10):
     def training_images(self, which: Tensor, worker: int, index: int) -> Tensor:
         random = random_stream(self.seed, worker, index)
         return shifted(self.train_images, which, random, size=32)
+
+
+class Cifar10VGG16(ShiftedCifar10):
+    name = "cifar10-vgg16"
 
     def model(self) -> nn.Module:
         from torchvision.models import vgg16  # type: ignore[import-untyped]

@@ -29,15 +29,16 @@ GRIDS = {
     "imagenet-resnet50/eta": {"mix_rate": [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]},
     "imagenet-resnet50/lr": {"outer_lr": [0.1, 0.2]},
 }
-# outer_lr has the paper's range; lr is fixed there.
+# outer_lr has the paper's range. lr is 1e-3 there; fewer photographs need more.
 SEARCH = {
-    "lr": (3e-4, 3e-3),
+    "lr": (3e-4, 1e-1),
     "schedule": ["constant", "cosine"],
     "sync_every": [32, 64],
     "outer_lr": (0.1, 0.2),
     "outer_momentum": [0.5, 0.9],
     "mix_prob": [0.05, 0.1],
     "pull": (0.05, 0.6),
+    "decay": (0.003, 0.03),
 }
 
 

@@ -42,6 +42,7 @@ SEARCH = {
     "outer_momentum": [0.5, 0.9],
     "mix_prob": [0.05, 0.1],
     "pull": (0.05, 0.6),
+    "decay": (0.003, 0.03),
 }
 
 

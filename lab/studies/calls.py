@@ -1,0 +1,161 @@
+"""Runs that a study asks of palsgd's lab: a search for settings, a comparison, a sweep.
+
+A call says what it will run before it does so, from the lists that the lab itself makes of it.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import palsgd.lab
+from palsgd.lab import workloads
+from palsgd.lab.methods import runs_of, whole_names
+from palsgd.lab.run_list import NO_TUNING, compared_runs, with_seeds
+from palsgd.lab.run_set import grid_of
+from palsgd.lab.settings import Settings
+from palsgd.lab.tuning.halving import FINALISTS, rungs
+
+Options = dict[str, Any]  # as palsgd.lab.compare takes them
+_LENGTHS = ("steps", "epochs", "whole_rounds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(ABC):
+    name: str  # of its folder
+    recipe: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 1
+    # Do runs of equal shape share a program? They compute faster then, and end together. A large
+    # model gains nothing, and its runs end one by one.
+    together: bool = True
+
+    @abstractmethod
+    def stages(self) -> list[list[Settings]]:
+        """The runs that are handed over together, one list after another."""
+
+    @abstractmethod
+    def do(self, runs: Path, tuning: Path, options: Options) -> None:
+        """Run what is not done yet. `runs` and `tuning` are the part's folders of runs that are
+        judged and of trials that only choose settings."""
+
+    def shortened(self, share: float) -> Self:
+        """The same with runs of a share of their length, warm-ups included."""
+        whole = {key: value for key, value in self.settings.items() if not _is_list(value)}
+        base = workloads.recipe(self.recipe).changed(whole)
+        changes: dict[str, Any] = {"warmup_steps": round(base.warmup_steps * share)}
+        if base.epochs is None:
+            assert base.steps is not None
+            changes["steps"] = max(1, round(base.steps * share))
+        else:
+            changes |= {"epochs": base.epochs * share, "whole_rounds": True}
+        for name in ("lr_warmup_steps", "lr_warmup_epochs", "schedule_every"):
+            if value := getattr(base, name):
+                changes[name] = type(value)(value * share) or 1
+        return replace(self, settings={**self.settings, **changes})
+
+    def how(self, options: Options) -> Options:
+        return {**options, "resume": True, "share_program": self.together}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(Call):
+    """Equally many trials for each method, on data that are held out of the training data."""
+
+    methods: Sequence[str]
+    trials: int
+
+    def stages(self) -> list[list[Settings]]:
+        base = workloads.recipe(self.recipe).changed({**self.settings, "split": "choose"})
+        first, *second = rungs(self.trials, self.seeds)
+        again = [points * (seeds - first[1]) for points, seeds in second]
+        counts = [first[0] * first[1], *again, min(FINALISTS, self.trials) * self.seeds]
+        methods = list(runs_of(base, whole_names(self.methods)).values())
+        return [[run for run in methods for _ in range(count)] for count in counts if count]
+
+    def do(self, runs: Path, tuning: Path, options: Options) -> None:
+        tuning_file(tuning, self.name).parent.mkdir(parents=True, exist_ok=True)
+        palsgd.lab.tune(
+            self.recipe, self.methods, trials=self.trials, seeds=self.seeds,
+            out=tuning_file(tuning, self.name), options=self.how(options), **self.settings,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Call):
+    """Methods beside each other, with the same seeds, at the settings of a search if one is
+    named."""
+
+    methods: Sequence[str]
+    controls: bool = False
+    tuned_by: str | None = None  # the name of a Tune of the same part
+
+    def stages(self) -> list[list[Settings]]:
+        base = workloads.recipe(self.recipe).changed(self.settings)
+        found, _ = compared_runs(
+            runs_of(base, whole_names(self.methods)), recipe=self.recipe, seeds=self.seeds,
+            controls=self.controls, tuned=NO_TUNING, given=self.settings,
+        )  # fmt: skip
+        return [list(found.values())]
+
+    def do(self, runs: Path, tuning: Path, options: Options) -> None:
+        settings, tuned = dict(self.settings), NO_TUNING
+        if self.tuned_by is not None:
+            tuned = str(tuning_file(tuning, self.tuned_by))
+            # The search has them for each method, so that all compute equally many gradients.
+            settings = {key: value for key, value in settings.items() if key not in _LENGTHS}
+        palsgd.lab.compare(
+            self.recipe, self.methods, seeds=self.seeds, controls=self.controls, tuned=tuned,
+            out=runs / self.name, options=self.how(options), **settings,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Call):
+    """All combinations of the settings that are lists."""
+
+    def stages(self) -> list[list[Settings]]:
+        lists = {key: list(value) for key, value in self.settings.items() if _is_list(value)}
+        rest = {key: value for key, value in self.settings.items() if key not in lists}
+        base = workloads.recipe(self.recipe).changed(rest)
+        return [list(with_seeds(grid_of(base, lists), self.seeds).values())]
+
+    def do(self, runs: Path, tuning: Path, options: Options) -> None:
+        palsgd.lab.sweep(
+            self.recipe, seeds=self.seeds, out=runs / self.name, options=self.how(options),
+            **self.settings,
+        )  # fmt: skip
+
+
+def tuning_file(tuning: Path, name: str) -> Path:
+    return tuning / name / "tuned.yaml"
+
+
+def tuned_comparison(
+    name: str, recipe: str, methods: Sequence[str], *, trials: int, seeds: int,
+    tuning_seeds: int = 1, controls: bool = False, together: bool = True, **settings: Any,
+) -> list[Call]:  # fmt: skip
+    """A search for each method's settings, and a comparison at those that it chose."""
+    common: dict[str, Any] = dict(
+        name=name, recipe=recipe, methods=methods, settings=settings, together=together
+    )
+    return [
+        Tune(**common, trials=trials, seeds=tuning_seeds),
+        Compare(**common, seeds=seeds, controls=controls, tuned_by=name),
+    ]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def gradient_examples(settings: Settings) -> float:
+    """About how many examples a run computes gradients of, all workers together."""
+    from palsgd.lab.controls import mixed_share
+
+    steps = settings.total_steps(workloads.examples(settings.workload))
+    warmup = min(steps, settings.warmup_steps)
+    gradients = warmup + (steps - warmup) * (1 - mixed_share(settings))
+    return math.ceil(gradients) * settings.workers * settings.batch_size

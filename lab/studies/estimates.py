@@ -1,0 +1,104 @@
+"""How many minutes of a GPU a call takes, before it begins: by the speeds of bench/results.
+
+Speeds are those of one NVIDIA H200 once a run is under way. What a command took beside its steps
+(imports, loading, compiling, evaluations) counts once for each program.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from calls import Call, gradient_examples
+
+from palsgd import references
+from palsgd.lab.settings import Settings
+from palsgd.lab.simulated_run import shape_of
+
+RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "lab-h200.json"
+SIZE_125M = 124_412_160 / 8_054_656  # parameters of GPT-Neo-125M over those of 8M
+
+
+@dataclass(frozen=True)
+class Source:
+    """The case of the record that a workload's speed is taken from."""
+
+    case: str
+    units: float = 1.0  # of the case in an example: tokens of a row
+    slower: float = 1.0  # than the case, where the workload itself was not measured
+    reason: str = ""  # why so much
+
+
+SOURCES = {
+    "cifar10-cnn": Source("cnn-64"),
+    "cifar10-vgg16": Source("vgg-16"),
+    "cifar10-resnet18": Source("vgg-16", 1, 2.0, "twice VGG-16's operations, not measured"),
+    "imagenet-resnet50": Source("resnet-50"),
+    "tinystories-gptneo-8m": Source("gpt-neo-8m", 300),
+    "tinystories-gptneo-125m": Source("gpt-neo-8m", 1024, SIZE_125M, "by parameters"),
+    "stories-gptneo-8m": Source("gpt-neo-8m", 170),
+    "stories-gptneo-125m": Source("gpt-neo-8m", 170, SIZE_125M, "by parameters"),
+    "stories-1m": Source("gpt-neo-8m", 170, 1.0, "as if it were GPT-Neo-8M"),
+    "stories": Source("gpt-neo-8m", 170, 1.0, "as if it were GPT-Neo-8M"),
+    "digits": Source("cnn-64", 1, 1.0, "as if it were the small CNN"),
+}
+UNKNOWN = Source("resnet-50", 1, 1.0, "not measured: as if it were ResNet-50")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    runs: int
+    programs: int
+    examples: float
+    minutes: float
+
+    def __add__(self, other: "Estimate") -> "Estimate":
+        return Estimate(
+            self.runs + other.runs, self.programs + other.programs,
+            self.examples + other.examples, self.minutes + other.minutes,
+        )  # fmt: skip
+
+
+NOTHING = Estimate(0, 0, 0.0, 0.0)
+
+
+def estimate(call: Call) -> Estimate:
+    return sum((_stage(runs, call.together) for runs in call.stages()), NOTHING)
+
+
+def reasons(calls: Iterable[Call]) -> list[str]:
+    """What was assumed where a workload was not measured, a line each."""
+    kinds = {run.workload: source_of(run) for call in calls for run in call.stages()[0]}
+    return [f"{references.short(name)}: {each.reason}" for name, each in kinds.items()
+            if each.reason]  # fmt: skip
+
+
+def source_of(settings: Settings) -> Source:
+    return SOURCES.get(settings.workload, UNKNOWN)
+
+
+def _stage(runs: list[Settings], together: bool) -> Estimate:
+    shapes = {shape_of(run) for run in runs}
+    programs = len(shapes) if together else len(runs)
+    starts = programs * max(_start_s(source_of(run)) for run in runs)
+    examples = sum(map(gradient_examples, runs))
+    seconds = sum(gradient_examples(run) / _per_s(source_of(run)) for run in runs)
+    return Estimate(len(runs), programs, examples, (starts + seconds) / 60)
+
+
+def _per_s(source: Source) -> float:
+    """Examples a second once a run is under way."""
+    return _case(source.case)["per_s"] / (source.units * source.slower)
+
+
+def _start_s(source: Source) -> float:
+    """The seconds of a command that were no steps."""
+    case = _case(source.case)
+    return case["command_s"] - case["gradient_steps"] / case["steps_per_s"]
+
+
+@cache
+def _case(name: str) -> dict[str, Any]:
+    return json.loads(RECORD.read_text())["cases"][name]

@@ -1,0 +1,50 @@
+"""The small CNN on CIFAR-10: accuracy against K, against H, and with shards that differ."""
+
+from calls import Call, tuned_comparison
+from readings import along
+from study import Claim, Part, Study, main
+
+METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
+
+
+def parts(tiny: bool) -> list[Part]:
+    """Tiny: the handwritten digits in place of CIFAR-10, and a net of two layers."""
+    recipe = "digits" if tiny else "cifar10-cnn"
+    workers = (2, 4) if tiny else (4, 8, 16, 32, 64)
+    intervals = (8, 32) if tiny else (64, 128, 256, 512, 1024)
+    shards = ("dirichlet:0.1",) if tiny else ("reshuffled", "dirichlet:0.1", "dirichlet:1")
+    usual = workers[len(workers) // 2]  # 16; tiny: 4
+
+    def point(name: str, **settings: object) -> list[Call]:
+        size = dict(trials=2, seeds=2, steps=96, batch_size=16) if tiny else dict(trials=6, seeds=3)
+        return tuned_comparison(name, recipe, METHODS, controls=True, **{**size, **settings})
+
+    return [
+        Part("workers", "What does accuracy lose with more workers, at H = 32?",
+             [call for k in workers for call in point(f"K{k}", workers=k, sharding="fixed")]),
+        Part("interval", f"What does accuracy lose with a longer interval, at K = {usual}?",
+             [call for h in intervals
+              for call in point(f"H{h}", workers=usual, sync_every=h, sharding="fixed")]),
+        Part("shards", f"Does an anchor matter where shards differ, at K = {usual}?",
+             [call for each in shards
+              for call in point(each.replace(":", ""), workers=usual, sharding=each)]),
+    ]  # fmt: skip
+
+
+STUDY = Study(
+    name="small_cnn",
+    title="Small CNN on CIFAR-10, K = 4 to 64, four methods, AnchorDecay and controls",
+    parts=parts,
+    claims=[
+        Claim("Local SGD degrades with K; DiLoCo and PALSGD lie near each other", "workers",
+              along("workers", *METHODS)),
+        Claim("PALSGD is ahead of DiLoCo at long intervals", "interval",
+              along("sync_every", "diloco", "palsgd")),
+        Claim("none (fixed shards alone)", "shards", along("sharding", *METHODS)),
+    ],
+    # A gradient step of 10 ms is assumed.
+    links=("100mbit,10ms,step=10ms", "1gbit,1ms,step=10ms"),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY))

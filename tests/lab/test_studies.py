@@ -1,0 +1,208 @@
+"""The studies of the paper: what they say they cost, what they run, and how they go on."""
+
+import json
+import shutil
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from palsgd.lab import simulated_program, workloads
+from palsgd.lab.api import compare
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.simulated_program import OutOfTimeError
+from support.commands import lines, ran
+from support.places import STUDIES
+
+SCRIPTS = ("small_cnn", "vgg16", "gpt_neo_8m", "gpt_neo_125m", "resnet50", "released_code",
+           "slowmo_table", "when_it_pays")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The modules of the studies, which find each other in their own folder."""
+    sys.path.insert(0, str(STUDIES))
+    yield import_module
+    sys.path.remove(str(STUDIES))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_study_says_what_every_part_costs_and_runs_nothing(modules, name, tmp_path, capsys):
+    study = modules(name).STUDY
+    assert modules("study").main(study, ["--plan", "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split() for line in said[2:]}
+    for part in study.parts(False):
+        runs, programs, minutes = (rows[part.name][place] for place in (1, 3, 5))
+        assert int(runs) == part.estimate().runs >= int(programs) > 0
+        assert float(minutes) > 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_tiny_version_has_all_parts_and_needs_no_data(modules, name):
+    study = modules(name).STUDY
+    small, full = study.parts(True), study.parts(False)
+    assert [part.name for part in small] == [part.name for part in full]
+    assert {claim.part for claim in study.claims} <= {part.name for part in small}
+    for run in (run for part in small for call in part.calls for run in call.stages()[0]):
+        assert workloads.kind(run.workload).source is None
+        assert run.total_steps(workloads.examples(run.workload)) < 200
+
+
+def test_a_shorter_study_is_shorter_by_the_same_share_everywhere(modules):
+    calls = modules("calls")
+    whole = calls.Compare(name="a", recipe="cifar10-vgg16", methods=["palsgd"])
+    short = whole.shortened(0.1)
+    (before,), (after,) = whole.stages()[0], short.stages()[0]
+    assert (after.epochs, after.warmup_steps, after.lr_warmup_epochs) == (20, 205, 1)
+    assert calls.gradient_examples(after) == pytest.approx(
+        calls.gradient_examples(before) / 10, 0.02
+    )
+
+
+def small_study(modules, methods=("ddp", "palsgd")):
+    calls, study = modules("calls"), modules("study")
+    tuned = calls.tuned_comparison(
+        "point", "digits", methods, trials=2, seeds=2, workers=2, steps=32, batch_size=4,
+        sync_every=8,
+    )  # fmt: skip
+    ends = modules("readings").ends(*methods)
+    parts = [study.Part("only", "Does it run?", tuned)]
+    claims = [study.Claim("a figure", "only", ends)]
+    return study.Study("small", "A small study", lambda tiny: parts, claims, ["1gbit,1ms,step=1ms"])
+
+
+def test_a_search_chooses_the_settings_that_are_compared_and_the_record_has_both(modules, tmp_path):
+    study, out = small_study(modules), tmp_path / "out"
+    words = ["--quiet", "--out", str(out), "--record", str(tmp_path / "record")]
+    assert modules("study").main(study, words) == 0
+    chosen = yaml.safe_load((tmp_path / "record" / "only" / "point.yaml").read_text())["methods"]
+    for method in ("ddp", "palsgd"):
+        config = RunFolder(out / "runs" / "only" / "point" / f"{method},seed=2024").config()
+        assert config["lr"] == chosen[method]["settings"]["lr"]
+        assert config["tuned"].startswith("tuned.yaml")
+    found = json.loads((tmp_path / "record" / "summary.json").read_text())
+    planned = study.parts(False)[0].estimate().runs
+    assert found["parts"]["only"]["runs"] == {"done": planned, "planned": planned}
+    assert {"command", "commit", "made_by", "claims", "length"} <= set(found)
+    assert found["made_by"][0]["device"]
+    labels = [row["label"] for row in found["parts"]["only"]["settings"]]
+    assert set(labels) == set(found["parts"]["only"]["time"]["1gbit,1ms,step=1ms"])
+    assert "palsgd" in found["claims"][0]["ours"]
+    assert "worse" in str(found["parts"]["only"]) or "better" in str(found["parts"]["only"])
+    assert (tmp_path / "record" / "config.json").exists()
+    assert list((tmp_path / "record" / "only").glob("loss-step.svg"))
+
+
+def test_a_study_that_is_given_no_time_runs_nothing_and_says_so(modules, tmp_path, capsys):
+    words = ["--quiet", "--out", str(tmp_path), "--minutes", "0"]
+    assert modules("study").main(small_study(modules), words) == 0
+    assert "the time is over; the same command goes on" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+RUNS = dict(workers=2, steps=48, sync_every=8, evaluate_every=8, batch_size=4, tuned="none")
+
+
+def over_at(monkeypatch, pauses):
+    """The time is over at the n-th pause; two questions come before the first one."""
+    asked = iter([0.0] * (2 + pauses - 1))
+    monkeypatch.setattr(
+        simulated_program, "time", SimpleNamespace(monotonic=lambda: next(asked, 1.0))
+    )
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_runs_that_were_out_of_time_go_on_and_end_as_if_they_had_not_been(
+    monkeypatch, tmp_path, carried
+):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    compare("digits", ["diloco", "palsgd"], out=whole, **RUNS)
+    with monkeypatch.context() as patch:
+        over_at(patch, 3)
+        with pytest.raises(OutOfTimeError, match="the same command with resume goes on"):
+            compare("digits", ["diloco", "palsgd"], out=out, options={"until": 0.5}, **RUNS)
+    assert RunFolder(out / "diloco").saved_steps == [24]  # saved there, and nowhere before
+    if carried:  # without what is large, from which the runs start over
+        for path in out.rglob("*"):
+            if path.name == "best.safetensors":
+                path.unlink()
+        shutil.rmtree(out / "diloco" / "checkpoints")
+    compare("digits", ["diloco", "palsgd"], out=out, options={"resume": True}, **RUNS)
+    for name in ("diloco", "palsgd"):
+        assert list(map(untimed, lines(out / name))) == list(map(untimed, lines(whole / name)))
+
+
+def untimed(line):
+    return {key: value for key, value in line.items() if not key.endswith("_s")}
+
+
+def test_finished_runs_are_known_by_their_small_files(tmp_path):
+    compare("digits", ["diloco"], out=tmp_path, **RUNS)
+    (tmp_path / "diloco" / "best.safetensors").unlink()
+    before = (tmp_path / "diloco" / "metrics.jsonl").stat().st_mtime_ns
+    compare("digits", ["diloco"], out=tmp_path, options={"resume": True}, **RUNS)
+    assert (tmp_path / "diloco" / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_an_end_is_for_simulated_runs():
+    with pytest.raises(ValueError, match="until=0 ends simulated runs"):
+        compare("digits", ["diloco"], simulate=False, options={"until": 0.0}, **RUNS)
+
+
+@pytest.mark.slow
+def test_a_study_runs_from_its_plan_to_its_record(tmp_path):
+    said = ran(STUDIES / "vgg16.py", "--tiny", "--quiet", "--part", "scaling", "--out",
+               tmp_path / "out", "--record", tmp_path / "record")  # fmt: skip
+    assert said.code == 0, said.err
+    found = json.loads((tmp_path / "record" / "summary.json").read_text())
+    assert found["parts"]["scaling"]["runs"] == {"done": 6, "planned": 6}
+    (claim,) = found["claims"]
+    assert claim["ours"].count("2: ") == claim["ours"].count("4: ") == 3  # of three methods
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--part", "nothing"], "--part nothing is unknown; vgg16 has interval, tuned, scaling"),
+        (["--length", "2"], "--length 2 must be above 0 and at most 1"),
+        (["--minutes", "-1"], "--minutes -1 must be a number >= 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(modules, capsys, words, said):
+    assert modules("study").main(modules("vgg16").STUDY, ["--tiny", *words]) == 2
+    assert capsys.readouterr().err == f"vgg16: {said}\n"
+
+
+def test_the_table_has_a_row_for_every_claim_and_the_command_of_the_full_study(modules, tmp_path):
+    reproduce, study = modules("reproduce"), modules("slowmo_table").STUDY
+    rows = list(reproduce.rows(study, ["--tiny", "--out", str(tmp_path)]))
+    assert [row[1] for row in rows] == [claim.paper for claim in study.claims]
+    assert {row[2] for row in rows} == {"not run yet"}
+    assert "python lab/studies/slowmo_table.py --part table" in reproduce.table(rows)
+    assert set(reproduce.STUDIES) == set(SCRIPTS)
+
+
+def test_pictures_are_the_same_after_they_were_shared_out_and_joined(modules, tmp_path):
+    prepare = modules("prepare_cifar10")
+    source, parts, joined = (tmp_path / name for name in ("source", "parts", "joined"))
+    source.mkdir()
+    for number, name in enumerate(prepare.FILES):
+        (source / name).write_bytes(bytes([number]) * (1000 + number))
+    made = prepare.split(source, parts, most=3500)
+    assert len(made) == 3
+    assert all(sum(p.stat().st_size for p in part.glob("*.*")) <= 3500 for part in made)
+    aside = parts.parent / "aside"
+    made[1].rename(aside)
+    with pytest.raises(ValueError, match=r"data_batch_4\.webp.* is missing; bring the other parts"):
+        prepare.join(parts, joined)
+    aside.rename(made[1])
+    prepare.join(parts, joined)
+    for name in prepare.FILES:
+        assert (joined / name).read_bytes() == (source / name).read_bytes()
+    (made[0] / prepare.FILES[0]).write_bytes(b"other")
+    with pytest.raises(ValueError, match="has not the SHA-256"):
+        prepare.join(parts, joined)
