@@ -73,8 +73,8 @@ def main() -> None:
     with opt.anchor_weights(), torch.no_grad():
         accuracy = (model(inputs[:400].to(device)).argmax(1).cpu() == labels[:400]).float().mean()
     if dist.get_rank() == 0:
-        workers, ranks = groups["workers"].size(), groups["inside"].size()
-        print(f"{workers} workers of {ranks}: accuracy {accuracy:.3f}")
+        workers, processes = groups["workers"].size(), groups["inside"].size()
+        print(f"{workers} x {processes} processes, accuracy {accuracy:.3f}")
         print(opt.ledger)
     dist.destroy_process_group()
 

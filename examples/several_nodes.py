@@ -58,8 +58,8 @@ def main() -> None:
     with opt.anchor_weights(), torch.no_grad():
         accuracy = (net(inputs[:400].to(device)).argmax(1).cpu() == labels[:400]).float().mean()
     if dist.get_rank() == 0:
-        nodes = groups["workers"].size()
-        print(f"{nodes} workers of {groups['inside'].size()}: accuracy {accuracy:.3f}")
+        workers, processes = groups["workers"].size(), groups["inside"].size()
+        print(f"{workers} x {processes} processes, accuracy {accuracy:.3f}")
         print(opt.ledger)
     dist.destroy_process_group()
 

@@ -50,6 +50,7 @@ LONGEST = (
     "test_elastic.py",
     "test_ranks_per_worker.py",
     "test_train.py",
+    "test_several_processes.py",
     "test_every_method.py",
     "test_two_levels.py",
     "test_sharding.py",

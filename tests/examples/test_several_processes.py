@@ -56,7 +56,7 @@ def test_two_machines_train_over_a_real_network_and_send_a_part_of_what_ddp_send
     assert accuracy(ends[0]) == accuracy(ends[1]) > 0.8
     ddp = 1e6 * float(re.search(r"DDP would have sent (\S+) MB", done[0].stdout)[1])
     # Three rounds of a byte for each parameter, at the start a comparison, and what TCP adds.
-    assert ddp / 400 < max(sent) < ddp / 40
+    assert ddp / 400 < max(sent) < ddp / 20
 
 
 def test_each_node_of_torchrun_is_one_worker(tmp_path, device):
@@ -74,7 +74,7 @@ def test_each_node_of_torchrun_is_one_worker(tmp_path, device):
     ):
         said = [each.communicate(timeout=patient(120)) for each in (one, other)]
     assert (one.returncode, other.returncode) == (0, 0), said
-    (line,) = re.findall("2 workers of 2: .*", said[0][0] + said[1][0])
+    (line,) = re.findall("2 x 2 processes, .*", said[0][0] + said[1][0])
     assert accuracy(line) > 0.8
     models = [saved_model(each) for each in node]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
@@ -83,7 +83,7 @@ def test_each_node_of_torchrun_is_one_worker(tmp_path, device):
 def test_shards_inside_and_palsgd_between_workers_train_one_whole_model(tmp_path, device):
     words = (tmp_path, "--steps", 128, "--ranks-per-worker", 2)
     first, *ledger = torchrun("fsdp2.py", *words, processes=4)
-    assert first.startswith("2 workers of 2: ")
+    assert first.startswith("2 x 2 processes, ")
     assert accuracy(first) > 0.8
     assert any("exchanges" in line for line in ledger)
     assert saved_model(tmp_path)["0.0.weight"].shape == (128, 64)
