@@ -3,6 +3,10 @@
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util import inspect
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "docs" / "sphinx_extensions")]
@@ -21,6 +25,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.linkcode",
+    "sphinx.ext.githubpages",
     "command_line",
     "repository",
 ]
@@ -46,6 +51,7 @@ myst_heading_anchors = 4  # as deep as pages link to
 autodoc_mock_imports = ["accelerate", "lightning", "pytorch_lightning", "transformers"]
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "none"  # docstrings say what an argument is
+autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
 napoleon_custom_sections = [("Options of every optimizer", "params_style")]
 napoleon_use_rtype = False
@@ -56,6 +62,7 @@ python_maximum_signature_line_length = 90
 html_theme = "furo"
 pygments_dark_style = "github-dark"
 html_title = f"{project} {version}"
+html_baseurl = package["urls"]["Documentation"]
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -64,3 +71,18 @@ html_theme_options = {
     "source_branch": "main",
     "source_directory": "docs/",
 }
+
+
+def own_signature(
+    app: Sphinx, what: str, name: str, documented: Any, options: Any, shown: str, returned: str
+) -> tuple[str, str] | None:
+    """A class that inherits from a framework is shown as it is called, and not as the framework
+    that was left out is."""
+    if what != "class" or shown != "(*args, **kwargs)":
+        return None
+    found = inspect.signature(documented.__init__, bound_method=True)
+    return inspect.stringify_signature(found, show_annotation=False), returned
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", own_signature)

@@ -91,6 +91,11 @@ def test_no_public_name_is_missing_from_the_site(site):
     assert {name for name in public_names() if f"py palsgd.{name}" not in there} == set()
 
 
+def test_classes_for_frameworks_are_shown_as_they_are_called(site):
+    text = re.sub(r"<[^>]+>|\s", "", (site / "api" / "integrations.html").read_text())
+    assert "LocalTrainingCallback(opt,*,resume_from=None)" in text
+
+
 def options(command, name="palsgd"):
     """Every option of every command, as NAME.--OPTION."""
     for part, child in getattr(command, "commands", {}).items():

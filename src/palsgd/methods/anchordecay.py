@@ -29,7 +29,7 @@ class AnchorDecayMethod(Method):
     """`x_k <- x_k - c (lr_t / lr_0) (x_k - x)` after each gradient step, with x the anchor.
 
     Args:
-        decay: c.
+        decay: c of the rule.
     """
 
     decay: float = 0.01

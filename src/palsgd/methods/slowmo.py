@@ -38,7 +38,7 @@ class SlowMoMethod(Method):
     inner learning rate.
 
     Args:
-        momentum: b.
+        momentum: b of the rule.
         lr: s, a factor of the inner learning rate.
     """
 
