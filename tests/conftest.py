@@ -62,6 +62,10 @@ LONGEST = (
     "test_interrupts.py",
     "test_simulations_survive.py",
     "test_fuzz.py",
+    "test_lightning.py",
+    "test_huggingface.py",
+    "test_ray.py",
+    "test_fsdp2.py",
 )
 
 

@@ -472,9 +472,9 @@ def test_no_number_of_tokens_is_exchanged_in_every_step_after_one_warning(world,
 class OwnTrainer(Trainer):
     """Trainer's own optimizer inside, with its groups and its learning rate."""
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, *model):  # older releases pass none
         if self.optimizer is None:
-            inner = super().create_optimizer(model)
+            inner = super().create_optimizer(*model)
             self.optimizer = palsgd_mixing(self.model, inner, **RULES)
             self.add_callback(LocalTrainingCallback(self.optimizer))
         return self.optimizer

@@ -69,6 +69,8 @@ def test_the_lines_for_ray_train_locally_and_go_on_from_a_save(world, tmp_path):
     here = os.pathsep.join([str(ROOT / "tests"), str(Path(__file__).parent)])
     wait = str(int(patient(120)))  # seconds, for Ray's own processes
     variables = environment(GLOO_SOCKET_IFNAME="lo", RAY_raylet_start_wait_time_s=wait)
+    # Ray ends its workers when the memory of the machine is used up, whoever uses it.
+    variables["RAY_memory_monitor_refresh_ms"] = "0"
     variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], here])
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher
@@ -17,6 +18,10 @@ from palsgd.local_optimizer import LocalOptimizer
 from palsgd.optimizer import PALSGD
 from palsgd.transports import Alone
 
+Inner = Optimizer | Sequence[Optimizer]
+Build = Callable[[nn.Module, Inner], LocalOptimizer]
+Prepared = tuple[nn.Module, LocalOptimizer, Any]  # the last is accelerate's proxy of the optimizer
+
 GENERATOR = "generator"  # what accelerate calls a loader's own source of randomness
 
 # Those that have an optimizer of their own, or cut the model in ways that palsgd cannot tell.
@@ -26,7 +31,7 @@ REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedTy
 def prepare(
     accelerator: Any,
     model: nn.Module,
-    inner: Optimizer | Sequence[Optimizer],
+    inner: Inner,
     *others: Any,
     optimizer: Callable[..., LocalOptimizer] = PALSGD,
     **settings: Any,
@@ -77,24 +82,29 @@ def prepare(
     _check(accelerator)
     if accelerator.num_processes == 1:
         settings.setdefault("transport", Alone())
-    if accelerator.distributed_type == DistributedType.FSDP:
-        model = _sharded(accelerator, model, inner)
-        opt = optimizer(model, inner, **settings)
-        prepared = accelerator.prepare_optimizer(opt, device_placement=False)
-        ShardedFiles(opt).register(accelerator)
-    else:
-        model = accelerator.prepare(model)
-        opt = optimizer(model, inner, **settings)
-        prepared = accelerator.prepare(opt)
-        OwnFiles(opt).register(accelerator)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    make = _in_shards if sharded else _in_copies
+    model, opt, prepared = make(accelerator, model, inner, partial(optimizer, **settings))
     return (model, prepared, *(_prepared(accelerator, opt, other) for other in others))
 
 
-def _sharded(accelerator: Any, model: nn.Module, inner: Optimizer | Sequence[Optimizer]) -> Any:
-    """The model in shards, over which accelerate puts the inner optimizer too."""
-    parts = [inner] if isinstance(inner, Optimizer) else inner
-    found: nn.Module = accelerator.prepare(model, *parts)[0]
-    return found
+def _in_copies(accelerator: Any, model: nn.Module, inner: Inner, build: Build) -> Prepared:
+    model = accelerator.prepare(model)
+    opt = build(model, inner)
+    prepared = accelerator.prepare(opt)
+    OwnFiles(opt).register(accelerator)
+    return model, opt, prepared
+
+
+def _in_shards(accelerator: Any, model: nn.Module, inner: Inner, build: Build) -> Prepared:
+    """accelerate puts the shards into the inner optimizers, which come with the model therefore."""
+    known = list(accelerator._optimizers)
+    model = accelerator.prepare(model, *([inner] if isinstance(inner, Optimizer) else inner))[0]
+    opt = build(model, inner)
+    prepared = accelerator.prepare_optimizer(opt, device_placement=False)
+    accelerator._optimizers[:] = known  # it would save the state of one worker for all
+    ShardedFiles(opt).register(accelerator)
+    return model, opt, prepared
 
 
 def _check(accelerator: Any) -> None:

@@ -67,8 +67,7 @@ def _is_local(state: dict[str, Any]) -> bool:
 
 
 class ShardedFiles:
-    """For a model that accelerate shards. It writes and reads the shards before it calls hooks, and
-    would keep the optimizer of one worker for all."""
+    """For a model that accelerate shards. It writes and reads the shards before it calls hooks."""
 
     def __init__(self, opt: LocalOptimizer):
         self._opt = opt
@@ -77,7 +76,6 @@ class ShardedFiles:
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
         accelerator.save_state = self._with_the_global_model(accelerator.save_state)
-        accelerator._optimizers.clear()
 
     def _with_the_global_model(self, save_state: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save_state)
