@@ -95,10 +95,17 @@ def test_a_search_chooses_the_settings_that_are_compared_and_the_record_has_both
     assert "worse" in str(found["parts"]["only"]) or "better" in str(found["parts"]["only"])
     assert (tmp_path / "record" / "config.json").exists()
     assert list((tmp_path / "record" / "only").glob("loss-step.svg"))
+    assert_nothing_runs_again(modules("study").main, study, out)
+
+
+def assert_nothing_runs_again(main, study, out):
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
+    assert main(study, ["--quiet", "--out", str(out)]) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")} == before
 
 
 def test_a_study_that_is_given_no_time_runs_nothing_and_says_so(modules, tmp_path, capsys):
-    words = ["--quiet", "--out", str(tmp_path), "--minutes", "0"]
+    words = ["--quiet", "--out", str(tmp_path), "--minutes", "1e-9"]
     assert modules("study").main(small_study(modules), words) == 0
     assert "the time is over; the same command goes on" in capsys.readouterr().out
     assert not list(tmp_path.rglob("summary.json"))
