@@ -19,6 +19,8 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.halving import FINALISTS, rungs
 
 Options = dict[str, Any]  # as palsgd.lab.compare takes them
+# Without the one that accumulates a round's gradients: its batch of long texts fits no memory.
+OF_TEXTS = ("no-pull", "same-settings", "raised-lr", "equal-gradients")
 _LENGTHS = ("steps", "epochs", "whole_rounds")
 
 
@@ -89,7 +91,7 @@ class Compare(Call):
     named."""
 
     methods: Sequence[str]
-    controls: bool = False
+    controls: bool | Sequence[str] = False
     tuned_by: str | None = None  # the name of a Tune of the same part
 
     def stages(self) -> list[list[Settings]]:
@@ -135,7 +137,8 @@ def tuning_file(tuning: Path, name: str) -> Path:
 
 def tuned_comparison(
     name: str, recipe: str, methods: Sequence[str], *, trials: int, seeds: int,
-    tuning_seeds: int = 1, controls: bool = False, together: bool = True, **settings: Any,
+    tuning_seeds: int = 1, controls: bool | Sequence[str] = False, together: bool = True,
+    **settings: Any,
 ) -> list[Call]:  # fmt: skip
     """A search for each method's settings, and a comparison at those that it chose."""
     common: dict[str, Any] = dict(

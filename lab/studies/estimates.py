@@ -83,9 +83,9 @@ def _stage(runs: list[Settings], together: bool) -> Estimate:
     shapes = {shape_of(run) for run in runs}
     programs = len(shapes) if together else len(runs)
     starts = programs * max(_start_s(source_of(run)) for run in runs)
-    examples = sum(map(gradient_examples, runs))
-    seconds = sum(gradient_examples(run) / _per_s(source_of(run)) for run in runs)
-    return Estimate(len(runs), programs, examples, (starts + seconds) / 60)
+    examples = [gradient_examples(run) for run in runs]
+    seconds = sum(each / _per_s(source_of(run)) for each, run in zip(examples, runs, strict=True))
+    return Estimate(len(runs), programs, sum(examples), (starts + seconds) / 60)
 
 
 def _per_s(source: Source) -> float:

@@ -5,7 +5,7 @@ stories are at hand: a model of 8 M weights learns them by heart. Real stories s
 a batch of 256 in place of 2,048 and the paper's share of warm-up, a fifteenth of the run.
 """
 
-from calls import Call, Compare, Sweep, tuned_comparison
+from calls import OF_TEXTS, Call, Compare, Sweep, tuned_comparison
 from readings import along, mean_and_variance, to_target
 from study import Claim, Part, Study, main
 
@@ -25,7 +25,7 @@ def compared(tiny: bool, name: str, seeds: int, **settings: object) -> Compare:
     base, size = recipe(tiny, name)
     return Compare(
         name=name, recipe=base, methods=PAPER, settings={**size, "seed": SEED, **settings},
-        seeds=min(seeds, 2) if tiny else seeds, controls=True, together=False,
+        seeds=min(seeds, 2) if tiny else seeds, controls=OF_TEXTS, together=False,
     )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def corpus(tiny: bool) -> list[Call]:
     real: dict[str, object] = {"batch_size": 32, "warmup_steps": 98, "steps": 1490}
     real = {} if tiny else real
     return [Compare(name="tinystories", recipe=base, methods=PAPER, settings=size | real,
-                    controls=True, together=False)]  # fmt: skip
+                    controls=OF_TEXTS, together=False)]  # fmt: skip
 
 
 def parts(tiny: bool) -> list[Part]:

@@ -55,7 +55,7 @@ def write_record(
     for part in parts:
         if compared[part.name] is not None:
             _write_figures(place.runs(part), folder / part.name)
-        _keep_tuned(part, place, folder / part.name)
+        keep_tuned(part, place, folder / part.name)
 
 
 def made_by(compared: Sequence[Comparison]) -> list[dict[str, Any]]:
@@ -138,7 +138,8 @@ def _write_figures(runs: Path, folder: Path) -> None:
                 shutil.copy(path, folder / path.name)
 
 
-def _keep_tuned(part: Part, place: Place, folder: Path) -> None:
+def keep_tuned(part: Part, place: Place, folder: Path) -> None:
+    """Copy what the searches of a part chose."""
     for call in part.calls:
         path = tuning_file(place.tuning(part), call.name)
         if path.exists():

@@ -1,7 +1,7 @@
 """When does it pay? What skipping gradients and pulling to the anchor add to DiLoCo, over H, p,
 pull, learning rate and outer step; and how much room each method leaves for its settings."""
 
-from calls import Call, Sweep, tuned_comparison
+from calls import OF_TEXTS, Call, Sweep, tuned_comparison
 from readings import along, ends
 from study import Claim, Part, Study, main
 
@@ -20,7 +20,7 @@ def tuned(tiny: bool) -> list[Call]:
     found = []
     for h in (4, 16) if tiny else (16, 64, 256, 1024):
         found += tuned_comparison(
-            f"H{h}", "stories" if tiny else "stories-1m", METHODS, controls=True,
+            f"H{h}", "stories" if tiny else "stories-1m", METHODS, controls=OF_TEXTS,
             sync_every=h, **size,
         )  # fmt: skip
     return found

@@ -51,6 +51,17 @@ def test_a_control_that_cannot_be_had_is_left_out_with_the_reason():
     assert len(controls_for({"palsgd": digits.changed({"sync_every": "auto"})})[1]) == 2
 
 
+def test_controls_are_chosen_by_their_names():
+    runs, _ = compared_runs(
+        {"palsgd": BASE}, recipe="stories", tuned="none", controls=["no-pull", "equal-gradients"]
+    )
+    assert set(runs) == {"palsgd", "palsgd-no-pull", "diloco-equal-gradients"}
+    with pytest.raises(ValueError, match="a control='pull' is unknown; use one of 'no-pull'"):
+        compared_runs({"palsgd": BASE}, recipe="stories", tuned="none", controls=["pull"])
+    with pytest.raises(ValueError, match="controls='no-pull' must be True, False or a list"):
+        compared_runs({"palsgd": BASE}, recipe="stories", tuned="none", controls="no-pull")
+
+
 def test_methods_that_do_not_mix_have_no_controls():
     plain = {"diloco": BASE.changed({"method": "diloco"}), "p": BASE.changed({"mix_prob": 0.0})}
     assert controls_for(plain) == ({}, {})

@@ -75,7 +75,7 @@ def compare(
     workers: int | None = None,
     seeds: int = 1,
     simulate: bool = True,
-    controls: bool = False,
+    controls: bool | Sequence[str] = False,
     tuned: Path | str | None = None,
     out: Path | str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -89,7 +89,8 @@ def compare(
         workers: how many; by default the recipe's.
         seeds: so many for every method, counted from `seed`. One gives curves and no verdict.
         simulate: all workers in this process; False: real processes.
-        controls: also run what tells the parts of a mixing method apart.
+        controls: also run what tells the parts of a mixing method apart; a list of names, as
+            `["no-pull", "equal-gradients"]`, for some of them.
         tuned: a file of `palsgd tune`, with settings for each method; by default the recipe's, if
             it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.

@@ -6,11 +6,12 @@ anchor. CONTROLS is the table of the runs that take them apart. Files name no co
 recognised as one by its settings, wherever it comes from.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from palsgd import registry
+from palsgd.checks import check_choice, in_error
 from palsgd.lab import workloads
 from palsgd.lab.groups import Group
 from palsgd.lab.methods import baseline, method_of, plain_local
@@ -120,13 +121,29 @@ NO_PULL, SAME_SETTINGS, RAISED_RATE, *_ = CONTROLS
 OTHER_SEED = "other-seed"  # the baseline once more: two runs of it differ by nothing but noise
 
 
-def controls_for(runs: Mapping[str, Settings]) -> tuple[dict[str, Settings], dict[str, str]]:
+def chosen_controls(wanted: bool | Sequence[str]) -> tuple[Recipe, ...]:
+    """All of them, none, or those whose suffixes are named."""
+    if isinstance(wanted, bool):
+        return CONTROLS if wanted else ()
+    if not isinstance(wanted, list | tuple):
+        raise ValueError(
+            f"controls={in_error(wanted)} must be True, False or a list, such as ['no-pull']"
+        )
+    known = {recipe.suffix: recipe for recipe in CONTROLS}
+    for name in wanted:
+        check_choice("a control", name, tuple(known))
+    return tuple(known[name] for name in wanted)
+
+
+def controls_for(
+    runs: Mapping[str, Settings], wanted: Sequence[Recipe] = CONTROLS
+) -> tuple[dict[str, Settings], dict[str, str]]:
     """The controls of the mixing methods among the runs, by names that explain themselves, and
     the reasons for those that are left out."""
     found: dict[str, Settings] = {}
     left_out: dict[str, str] = {}
     for settings in [each for each in runs.values() if mixed_share(each) > 0]:
-        for recipe in CONTROLS:
+        for recipe in wanted:
             try:
                 made = recipe.make(settings)
             except ValueError as reason:

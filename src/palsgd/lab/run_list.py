@@ -5,12 +5,12 @@ A run's name is that of its setting, and `,seed=S` where there are several seeds
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from palsgd.checks import check_int
 from palsgd.lab import workloads
-from palsgd.lab.controls import OTHER_SEED, controls_for
+from palsgd.lab.controls import CONTROLS, OTHER_SEED, Recipe, chosen_controls, controls_for
 from palsgd.lab.methods import is_baseline
 from palsgd.lab.programs import NOT_COMPUTED
 from palsgd.lab.settings import Settings, setting_name, with_alternatives
@@ -30,11 +30,13 @@ def compared_runs(
     *,
     recipe: str,
     seeds: int = 1,
-    controls: bool = False,
+    controls: bool | Sequence[str] = False,
     tuned: Path | str | None = None,
     given: Collection[str] = (),
 ) -> tuple[dict[str, Settings], list[str]]:
     """The runs of a comparison, from one for each method, and what a user should know of them.
+
+    `controls`: are there any, or the names of those that there are.
 
     `tuned`: a file of `palsgd tune`, or a recipe that comes with one; "none" leaves the recipe's
     settings. By default the recipe's own file, for a user who changes nothing that is computed: one
@@ -51,8 +53,8 @@ def compared_runs(
         ] if changed else []  # fmt: skip
     if tuned is not None and tuned != NO_TUNING:
         runs, remarks = with_tuned(runs, tuned, given=given, all_of_them=tuned != recipe)
-    if controls:
-        runs, left_out = with_controls(runs, seeds=seeds)
+    if chosen := chosen_controls(controls):
+        runs, left_out = with_controls(runs, seeds=seeds, wanted=chosen)
         remarks += [f"the control {name} is left out: {why}" for name, why in left_out.items()]
     return with_seeds(runs, seeds), remarks
 
@@ -109,12 +111,12 @@ def with_seeds(runs: Mapping[str, Settings], seeds: int) -> dict[str, Settings]:
 
 
 def with_controls(
-    runs: Mapping[str, Settings], *, seeds: int
+    runs: Mapping[str, Settings], *, seeds: int, wanted: Sequence[Recipe] = CONTROLS
 ) -> tuple[dict[str, Settings], dict[str, str]]:
     """The runs and their controls, before they get their seeds; and why some controls are left
     out. The noise floor is the baseline beside itself: several seeds have it already, to a single
     one another is added."""
-    found, left_out = controls_for(runs)
+    found, left_out = controls_for(runs, wanted)
     noise = {
         f"{name}-{OTHER_SEED}": settings.changed({"seed": settings.seed + 1})
         for name, settings in runs.items()
