@@ -11,7 +11,7 @@ from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "diloco", "palsgd", "anchordecay")
 FULL: dict[str, object] = {"steps": 1120, "warmup_steps": 480, "lr_warmup_steps": 37}
-SHORT: dict[str, object] = {"steps": 160, "warmup_steps": 64}
+SHORT: dict[str, object] = {"steps": 80, "warmup_steps": 32}
 TINY = "tiny_resnet:TinyResNet"
 
 

@@ -16,8 +16,8 @@ TINY = "tiny_resnet:TinyResNet"
 def table(tiny: bool) -> list[Call]:
     """One search and one comparison, so that all methods have the same seeds and budget."""
     if tiny:
-        return tuned_comparison("table", TINY, (*ROWS, *OURS), trials=2, seeds=2, workers=8,
-                                batch_size=8, sync_every=12, steps=96, schedule="step",
+        return tuned_comparison("table", TINY, (*ROWS, *OURS), trials=2, seeds=2, workers=4,
+                                batch_size=8, sync_every=12, steps=48, schedule="step",
                                 schedule_at="0.5:0.75:0.875")  # fmt: skip
     return tuned_comparison("table", "cifar10-resnet18", (*ROWS, *OURS), trials=5, seeds=5,
                             together=False)  # fmt: skip

@@ -75,6 +75,7 @@ def small_study(modules, methods=("ddp", "palsgd")):
     return study.Study("small", "A small study", lambda tiny: parts, claims, ["1gbit,1ms,step=1ms"])
 
 
+@pytest.mark.slow
 def test_a_search_chooses_the_settings_that_are_compared_and_nothing_is_run_twice(
     modules, tmp_path
 ):
@@ -112,6 +113,7 @@ def over_at(monkeypatch, pauses):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carried", [False, True])
 def test_runs_that_were_out_of_time_go_on_and_end_as_if_they_had_not_been(
     monkeypatch, tmp_path, carried

@@ -43,7 +43,7 @@ def ran(*command: object, folder: Path, **variables: str) -> str:
     """What a command of a user's prints, outside of the repository."""
     kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     done = subprocess.run(
-        [str(word) for word in command], cwd=folder, env=kept | variables, timeout=patient(200),
+        [str(word) for word in command], cwd=folder, env=kept | variables, timeout=patient(280),
         capture_output=True, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

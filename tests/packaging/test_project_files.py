@@ -122,11 +122,13 @@ def test_the_workflow_runs_targets_of_the_makefile_with_actions_of_a_stated_vers
     assert "run: make test\n" in WORKFLOW.read_text()
 
 
-def test_make_installs_the_oldest_torch_that_pyproject_states():
+def test_make_and_the_page_on_platforms_have_the_oldest_torch_that_pyproject_states():
     (stated,) = (each for each in project()["dependencies"] if each.startswith("torch"))
     asked = ["make", "-n", "-C", str(ROOT), ".venv-oldest/installed", "-B"]
     done = subprocess.run(asked, capture_output=True, text=True, check=True)
-    assert f"'torch=={stated.removeprefix('torch>=')}.*'" in done.stdout
+    oldest = stated.removeprefix("torch>=")
+    assert f"'torch=={oldest}.*'" in done.stdout
+    assert f"torch {oldest} or newer" in page("docs/platforms.md")
 
 
 def imported(folder: str) -> set[str]:
