@@ -13,8 +13,8 @@ METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 PAPER = ("ddp", "diloco", "palsgd")
 SEED = 2022  # the paper's are 2022, 2023 and 2024
 # A few steps of a tiny model on the same stories. Evaluations take longer than they do.
-SHORT = {"workers": 2, "steps": 40, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
-         "evaluate_every": 20}  # fmt: skip
+SHORT = {"workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
+         "evaluate_every": 12}  # fmt: skip
 
 
 def recipe(tiny: bool, name: str) -> tuple[str, dict[str, object]]:
