@@ -19,6 +19,7 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.tuning.halving import FINALISTS, rungs
 
 Options = dict[str, Any]  # as palsgd.lab.compare takes them
+ACCURACY = {"target_on": "metric"}  # what methods of pictures are judged by
 # Without the one that accumulates a round's gradients: its batch of long texts fits no memory.
 OF_TEXTS = ("no-pull", "same-settings", "raised-lr", "equal-gradients")
 _LENGTHS = ("steps", "epochs", "whole_rounds")

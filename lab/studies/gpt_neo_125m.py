@@ -11,8 +11,8 @@ from study import Claim, Part, Study, main
 METHODS = ("ddp", "diloco", "palsgd")
 FULL: dict[str, object] = {"batch_size": 64, "steps": 512, "warmup_steps": 256}
 SHORT: dict[str, object] = {
-    "workers": 2, "steps": 40, "warmup_steps": 8, "batch_size": 4, "sync_every": 4,
-    "evaluate_every": 20,
+    "workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 4,
+    "evaluate_every": 12,
 }  # fmt: skip
 
 

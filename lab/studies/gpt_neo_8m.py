@@ -13,8 +13,8 @@ METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 PAPER = ("ddp", "diloco", "palsgd")
 SEED = 2022  # the paper's are 2022, 2023 and 2024
 # A few steps of a tiny model on the same stories. Evaluations take longer than they do.
-SHORT = {"workers": 2, "steps": 40, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
-         "evaluate_every": 20}  # fmt: skip
+SHORT = {"workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
+         "evaluate_every": 12}  # fmt: skip
 
 
 def recipe(tiny: bool, name: str) -> tuple[str, dict[str, object]]:
@@ -66,7 +66,8 @@ def parts(tiny: bool) -> list[Part]:
         Part("p", "What does the share of mixing steps do to the loss?",
              [swept(tiny, "p", mix_prob=[0.025, 0.05, 0.1, 0.25, 0.5])]),
         Part("H", "What does the interval do to the loss?",
-             [swept(tiny, "H", sync_every=[32, 64, 128, 256], method=["diloco", "palsgd"])]),
+             [swept(tiny, "H", sync_every=[4, 8] if tiny else [32, 64, 128, 256],
+                    method=["diloco", "palsgd"])]),
         Part("optimizers", "Which inner and outer optimizers go together?",
              [swept(tiny, "optimizers", inner=["sgd", "adam", "adamw"],
                     outer=["sgd", "sgd_m", "nesterov", "adamw"], outer_lr=[1.0, 0.2, 1e-3])]),

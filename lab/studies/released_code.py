@@ -14,8 +14,8 @@ from study import Claim, Part, Study, main
 FIRST_TENSOR = "released_methods:ReleasedCode"
 PRINTED = "released_methods:AsPrinted"
 SHORT: dict[str, object] = {
-    "workers": 2, "steps": 40, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
-    "evaluate_every": 20,
+    "workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
+    "evaluate_every": 12,
 }  # fmt: skip
 
 

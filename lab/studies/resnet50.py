@@ -5,13 +5,13 @@ The recipe is the paper's but for its length: 1,120 steps, thirty epochs of the 
 hand, in place of 90 epochs of ImageNet; the paper's share of them is warm-up (39 of 90).
 """
 
-from calls import Call, Sweep, tuned_comparison
+from calls import ACCURACY, Call, Sweep, tuned_comparison
 from readings import along, ends, to_target
 from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "diloco", "palsgd", "anchordecay")
 FULL: dict[str, object] = {"steps": 1120, "warmup_steps": 480, "lr_warmup_steps": 37}
-SHORT: dict[str, object] = {"steps": 80, "warmup_steps": 32}
+SHORT: dict[str, object] = {"steps": 80, "warmup_steps": 32, **ACCURACY}
 TINY = "tiny_resnet:TinyResNet"
 
 

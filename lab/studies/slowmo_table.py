@@ -4,7 +4,7 @@ First its Local SGD, SlowMo and all-reduce rows; a row counts as reproduced with
 DiLoCo, PALSGD and AnchorDecay in the same setting. All methods have a learning rate of their own.
 """
 
-from calls import Call, tuned_comparison
+from calls import ACCURACY, Call, tuned_comparison
 from readings import ends
 from study import Claim, Part, Study, main
 
@@ -18,9 +18,9 @@ def table(tiny: bool) -> list[Call]:
     if tiny:
         return tuned_comparison("table", TINY, (*ROWS, *OURS), trials=2, seeds=2, workers=4,
                                 batch_size=8, sync_every=12, steps=48, schedule="step",
-                                schedule_at="0.5:0.75:0.875")  # fmt: skip
+                                schedule_at="0.5:0.75:0.875", **ACCURACY)  # fmt: skip
     return tuned_comparison("table", "cifar10-resnet18", (*ROWS, *OURS), trials=5, seeds=5,
-                            together=False)  # fmt: skip
+                            together=False, **ACCURACY)  # fmt: skip
 
 
 def parts(tiny: bool) -> list[Part]:

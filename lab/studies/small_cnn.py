@@ -1,6 +1,6 @@
 """The small CNN on CIFAR-10: accuracy against K, against H, and with shards that differ."""
 
-from calls import Call, tuned_comparison
+from calls import ACCURACY, Call, tuned_comparison
 from readings import along
 from study import Claim, Part, Study, main
 
@@ -17,7 +17,8 @@ def parts(tiny: bool) -> list[Part]:
 
     def point(name: str, **settings: object) -> list[Call]:
         size = dict(trials=2, seeds=2, steps=96, batch_size=16) if tiny else dict(trials=6, seeds=3)
-        return tuned_comparison(name, recipe, METHODS, controls=True, **{**size, **settings})
+        settings = {**size, **settings, **ACCURACY}
+        return tuned_comparison(name, recipe, METHODS, controls=True, **settings)
 
     return [
         Part("workers", "What does accuracy lose with more workers, at H = 32?",

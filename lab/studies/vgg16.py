@@ -1,16 +1,18 @@
 """VGG-16 on CIFAR-10: accuracy against H at K = 4, and against K at fixed epochs."""
 
-from calls import Call, Compare, Sweep, tuned_comparison
+from calls import ACCURACY, Call, Compare, Sweep, tuned_comparison
 from readings import along, ends
 from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
-SHORT: dict[str, object] = {"steps": 96, "batch_size": 16, "warmup_steps": 16, "pull": 0.5}
+SHORT: dict[str, object] = {
+    "steps": 96, "batch_size": 16, "warmup_steps": 16, "pull": 0.5, **ACCURACY,
+}  # fmt: skip
 
 
 def interval(tiny: bool) -> list[Call]:
     """At the middle of the paper's learning rates, which are the same for every H."""
-    recipe, size = ("digits", SHORT) if tiny else ("cifar10-vgg16", {})
+    recipe, size = ("digits", SHORT) if tiny else ("cifar10-vgg16", ACCURACY)
     lengths = [8, 32] if tiny else [32, 64, 128, 256, 512, 1024]
     local = {"method": ["localsgd", "diloco", "palsgd"], "sync_every": lengths}
     return [
@@ -22,9 +24,9 @@ def interval(tiny: bool) -> list[Call]:
 def tuned(tiny: bool) -> list[Call]:
     if tiny:
         return tuned_comparison("H16", "digits", METHODS, controls=True, trials=2, seeds=2,
-                                steps=96, batch_size=16)  # fmt: skip
+                                steps=96, batch_size=16, **ACCURACY)  # fmt: skip
     return tuned_comparison("H128", "cifar10-vgg16", METHODS, controls=True, trials=6, seeds=3,
-                            sync_every=128)  # fmt: skip
+                            sync_every=128, **ACCURACY)  # fmt: skip
 
 
 def scaling(tiny: bool) -> list[Call]:
@@ -33,7 +35,7 @@ def scaling(tiny: bool) -> list[Call]:
                         settings={**SHORT, "steps": 192 // k, "workers": k, "sync_every": 8})
                 for k in (2, 4)]  # fmt: skip
     return [Compare(name=f"K{k}", recipe=f"cifar10-vgg16-k{k}", seeds=2,
-                    methods=("ddp", "localsgd", "diloco", "palsgd"))
+                    methods=("ddp", "localsgd", "diloco", "palsgd"), settings=ACCURACY)
             for k in (4, 8, 16, 32)]  # fmt: skip
 
 

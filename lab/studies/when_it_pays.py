@@ -1,7 +1,7 @@
 """When does it pay? What skipping gradients and pulling to the anchor add to DiLoCo, over H, p,
 pull, learning rate and outer step; and how much room each method leaves for its settings."""
 
-from calls import OF_TEXTS, Call, Sweep, tuned_comparison
+from calls import ACCURACY, OF_TEXTS, Call, Sweep, tuned_comparison
 from readings import along, ends
 from study import Claim, Part, Study, main
 
@@ -67,7 +67,7 @@ def vision(tiny: bool) -> list[Call]:
         size = dict(steps=96, trials=2, seeds=2) if tiny else dict(epochs=20, trials=8, seeds=4)
         found += tuned_comparison(
             f"H{h}", "digits" if tiny else "cifar10-cnn-k8", METHODS, controls=True,
-            sync_every=h, **size,
+            sync_every=h, **size, **ACCURACY,
         )  # fmt: skip
     return found
 

@@ -169,6 +169,7 @@ def test_a_study_runs_from_its_plan_to_its_record(tmp_path):
     assert len(found["parts"]["scaling"]["verdicts"]) > 4
     (call, _) = json.loads((tmp_path / "record" / "config.json").read_text())["scaling"]
     assert (call["kind"], call["recipe"], call["settings"]["workers"]) == ("compare", "digits", 2)
+    assert "%" in claim["ours"]  # judged by accuracy
     assert (tmp_path / "record" / "scaling" / "loss-step.svg").exists()
 
 
