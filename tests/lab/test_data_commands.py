@@ -68,7 +68,7 @@ def test_list_says_for_every_workload_with_files_where_they_are(cifar):
     assert " no " in found["imagenet"]
     assert "CDLA" in found["tinystories"]
     needing = [name for name in workloads.names() if workloads.kind(name).source is not None]
-    assert len(needing) == 5
+    assert len(needing) == 6
     assert all(name in said.out for name in needing)
 
 

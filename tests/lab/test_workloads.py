@@ -445,6 +445,8 @@ def test_there_is_a_recipe_for_every_workload_and_a_workload_for_every_recipe():
 
 
 def beta(settings):
+    if settings.pull is not None:
+        return 1 - (1 - settings.pull) ** (1 / (settings.mix_prob * settings.sync_every))
     return settings.lr * settings.mix_rate / settings.mix_prob
 
 

@@ -13,7 +13,10 @@ def recipes() -> None:
 
     from palsgd.lab import workloads
 
-    table = Table("recipe", "K", "H", "p", "eta", "inner", "length", "batch", box=None)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
+    table.add_column("recipe", no_wrap=True)  # a name that is cut is of no use
+    for name in ("K", "H", "p", "eta", "inner", "length", "batch"):
+        table.add_column(name, overflow="fold")
     for name, each in workloads.recipes().items():
         length = f"{each.epochs:g} epochs" if each.steps is None else f"{each.steps} steps"
         table.add_row(name, str(each.workers), str(each.sync_every), f"{each.mix_prob:g}",
