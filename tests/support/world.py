@@ -16,7 +16,6 @@ from typing import Any
 from support.patience import patient
 from support.warm import server
 
-
 # Once in some ten thousand times gloo does not connect its processes on loopback, and says that a
 # peer has closed the connection. Nothing of a job has run by then, so it is tried again.
 _UNCONNECTED, _TRIES = "Unconnected", 3
