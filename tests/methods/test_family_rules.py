@@ -327,3 +327,14 @@ def test_the_page_of_methods_has_every_method_and_each_of_its_settings():
         assert f"`{row.title}`" in page
         for name in row.settings():
             assert f"`{name}`" in page, f"{row.title}: {name}"
+
+
+@pytest.mark.parametrize(
+    ("title", "settings"), [("FedProx", {"mu": 10**30}), ("SCAFFOLD", {"lr": 10**30})]
+)
+def test_whole_numbers_of_any_size_are_taken_as_floats(title, settings):
+    """torch takes whole numbers of 64 bits alone."""
+    model, opt = alone(title, sync_every=1, **settings)
+    mse(model, batches(0)[0]).backward()
+    opt.step()
+    assert opt.clock == 1

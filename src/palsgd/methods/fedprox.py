@@ -38,7 +38,7 @@ class FedProxMethod(Method):
         check_number("mu", self.mu, "a finite number >= 0", low=below(0.0))
 
     def before_gradient(self, w: WorkerTensors) -> None:
-        torch._foreach_add_(w.grad, torch._foreach_sub(w.local, w.anchor), alpha=self.mu)
+        torch._foreach_add_(w.grad, torch._foreach_sub(w.local, w.anchor), alpha=float(self.mu))
 
 
 ROW = Row(

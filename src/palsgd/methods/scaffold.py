@@ -75,7 +75,7 @@ class SCAFFOLDMethod(Method):
     def apply(self, w: WorkerTensors, reduced: Reduced, outer: Optimizer) -> None:
         torch._foreach_copy_(w.control, new_controls(w))
         torch._foreach_copy_(w.mean_control, reduced["control"])
-        torch._foreach_sub_(w.anchor, reduced["model"], alpha=self.lr)
+        torch._foreach_sub_(w.anchor, reduced["model"], alpha=float(self.lr))
 
     def join(self, w: WorkerTensors) -> None:
         torch._foreach_copy_(w.control, w.mean_control)
