@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from palsgd.checks import in_error
 from palsgd.outer import refuse_metric
 from palsgd.replica import Replica
 from palsgd.sharding import local_tensor
@@ -253,10 +254,10 @@ def only_initialises(inner: Optimizer) -> bool:
 def check_scheduler(scheduler: Any, inner: Optimizer) -> None:
     """Raise for a scheduler that cannot be stepped with the clock, or that changes the learning
     rates of another optimizer."""
-    if not hasattr(scheduler, "step"):
+    if not callable(getattr(scheduler, "step", None)):
         raise ValueError(
-            f"scheduler={scheduler!r} is no scheduler; give an LRScheduler or a function that "
-            "makes one from the optimizer"
+            f"scheduler={in_error(scheduler)} is no scheduler; give an LRScheduler or a function "
+            "that makes one from the optimizer"
         )
     kind = type(scheduler).__name__
     refuse_metric("scheduler", scheduler)

@@ -225,8 +225,9 @@ def check_elastic(options: Options, *, sharded: bool) -> None:
 def _check_speeds(options: Options) -> None:
     if options.speeds is not None and not options.paced:
         raise ValueError(
-            f"speeds={as_records(options.speeds)} are given with draws={options.draws!r}, under "
-            "which workers of any speed mix alike; use draws='paced', or leave them out"
+            f"speeds={in_error(as_records(options.speeds))} are given with "
+            f"draws={options.draws!r}, under which workers of any speed mix alike; use "
+            "draws='paced', or leave them out"
         )
 
 

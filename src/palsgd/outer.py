@@ -53,10 +53,10 @@ def bound_scheduler(given: Any, outer: Optimizer) -> Any:
     `given` itself if it is bound to that optimizer."""
     if given is None:
         return None
-    is_one = hasattr(given, "step") and not isinstance(given, type)
+    is_one = callable(getattr(given, "step", None)) and not isinstance(given, type)
     made = given if is_one or not callable(given) else given(outer)
     bound = getattr(made, "optimizer", None)
-    if not hasattr(made, "step"):
+    if not callable(getattr(made, "step", None)):
         raise ValueError(
             f"outer_scheduler={in_error(given)} gave {in_error(made)}, which is no scheduler; give "
             "a function such as "

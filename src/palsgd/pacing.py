@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from palsgd.checks import check_int
+from palsgd.checks import check_int, in_error
 from palsgd.schedule import check_speeds
 
 Speeds = tuple[float, ...]
@@ -35,8 +35,8 @@ class Pacing:
         wrong = next((v for _, v in self.given or [] if len(v) != self.workers), None)
         if wrong is not None:
             raise ValueError(
-                f"speeds={list(wrong)} are of {len(wrong)} workers, and there are {self.workers}; "
-                "give one for each"
+                f"speeds={in_error(list(wrong))} are of {len(wrong)} workers, and there are "
+                f"{self.workers}; give one for each"
             )
 
     @property
@@ -89,7 +89,7 @@ def checked_speeds(speeds: Any) -> Settled | None:
     rounds = [round for round, _ in found]
     if not found or rounds != sorted(rounds):
         raise ValueError(
-            f"speeds={speeds!r} must be numbers, one for each worker, or what a run's "
+            f"speeds={in_error(speeds)} must be numbers, one for each worker, or what a run's "
             'ledger.speeds has: [{"round": 0, "speeds": [1.0, 1.0]}, ...] in the order of rounds'
         )
     return [(round, check_speeds(each)) for round, each in found]

@@ -162,13 +162,14 @@ def paced_gradients(gradients: int, speeds: Sequence[float] | np.ndarray) -> np.
 def check_speeds(speeds: Any, *, worker: int = 0) -> tuple[float, ...]:
     """The speeds as floats, or a ValueError that says what they must be."""
     try:
-        found = tuple(map(float, speeds))
-    except (TypeError, ValueError):
+        found = () if isinstance(speeds, str) else tuple(map(float, speeds))
+    except (TypeError, ValueError, OverflowError):
         found = ()
     if not found or not all(0 < speed < math.inf for speed in found) or worker >= len(found):
         raise ValueError(
-            f"speeds={speeds!r} must have a number > 0 for each worker with draws='paced', worker "
-            f"{worker} among them; give for instance the gradients that each computes in a second"
+            f"speeds={in_error(speeds)} must have a number > 0 for each worker with draws='paced', "
+            f"worker {worker} among them; give for instance the gradients that each computes in a "
+            "second"
         )
     return found
 

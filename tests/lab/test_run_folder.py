@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from palsgd.lab import run_folder
 from palsgd.lab.report import find_runs
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
@@ -90,3 +91,11 @@ def test_what_was_written_is_read_back_and_figures_that_are_no_numbers_are_null(
     assert folder.summary() == {"final_loss": None}
     assert folder.finished
     assert folder.timeline() == []
+
+
+def test_a_whole_disk_is_not_searched_for_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_MOST_FOLDERS", 3)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"more than 3 folders in .*; give one that is nearer"):
+        run_folder.find_runs([tmp_path])

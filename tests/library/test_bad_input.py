@@ -517,3 +517,21 @@ def test_two_methods_of_one_kind_both_have_their_settings_compared():
     opt = palsgd.LocalOptimizer(model, sgd(model), two, sync_every=4, transport=palsgd.Alone())
     assert opt.config["FedProx.mu"] == 0.1
     assert opt.config["FedProx2.mu"] == 0.2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"draws": "paced", "speeds": "9" * 300},
+        {"draws": "paced", "speeds": "several\nlines"},
+        {"draws": "balanced", "speeds": [{"round": 0, "speeds": [9.0] * 300}]},
+        {"scheduler": range(3)},
+    ],
+    ids=["digits", "lines", "long", "a range, which has a step"],
+)
+def test_what_is_shown_of_bad_input_fits_a_line(settings):
+    model = linear()
+    with pytest.raises(ValueError, match=r"(must|use|give) ") as caught:
+        palsgd.PALSGD(model, sgd(model), transport=palsgd.Alone(), **settings)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)

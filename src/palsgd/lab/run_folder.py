@@ -38,6 +38,7 @@ _FILES = (
     "best.safetensors",
 )  # fmt: skip
 _SAVED = re.compile(r"step-(\d+)(?:-\d+)?")
+_MOST_FOLDERS = 50_000  # that are searched for runs
 _OLD = "old"  # how names of files and folders that were set aside go on, before a number
 _ALWAYS = ("step", "gradient_steps", "bytes_sent")
 _MOST_BYTES = 2**30  # of lines; a run of a million steps has some ten million
@@ -285,7 +286,7 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
     found: dict[Path, Run] = {}
     for given in folders:
         folder = Path(given).resolve()
-        inside = [path.parent for path in folder.rglob("metrics.jsonl")]
+        inside = _below(folder, given)
         if not inside:
             raise ValueError(
                 f"no run in {given}: looked there and below for metrics.jsonl beside config.yaml; "
@@ -294,6 +295,20 @@ def find_runs(folders: Iterable[Path]) -> list[Run]:
         for path in inside:
             found.setdefault(path, read_run(path, name=str(path.relative_to(folder.parent))))
     return sorted(found.values(), key=_usual_order)
+
+
+def _below(folder: Path, given: Path) -> list[Path]:
+    """The folders of runs in a folder, however deep. A whole disk is not searched."""
+    found = []
+    for count, (path, _, files) in enumerate(os.walk(folder)):
+        if count == _MOST_FOLDERS:
+            raise ValueError(
+                f"there are more than {_MOST_FOLDERS:,} folders in {given}; give one that is "
+                "nearer to the runs"
+            )
+        if "metrics.jsonl" in files:
+            found.append(Path(path))
+    return found
 
 
 def without_seed(name: str) -> str:
