@@ -15,9 +15,16 @@ PLAN = ("plan", "--rate", "100mbit", "--workers", 4, "--step-ms", 50)
 
 @contextmanager
 def without(*names):
-    """Inside, these libraries cannot be imported."""
-    loaded = {each: sys.modules[each] for each in sys.modules if each.partition(".")[0] in names}
-    sys.modules |= dict.fromkeys([*names, *loaded])
+    """Inside, these libraries cannot be imported, nor what torch has made of them before."""
+    made = {f"torch.utils.{name}" for name in names}
+    loaded = {
+        each: module
+        for each, module in sys.modules.items()
+        if each.partition(".")[0] in names or any(f"{each}.".startswith(f"{m}.") for m in made)
+    }
+    for each in loaded:
+        del sys.modules[each]
+    sys.modules |= dict.fromkeys(names)
     try:
         yield
     finally:
