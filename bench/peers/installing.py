@@ -13,7 +13,7 @@ PEERS = {"torchft": "torchft-nightly==2026.10.26", "accelerate": "accelerate==1.
 # What a peer needs beyond torch and the lab's own packages.
 BESIDE = {
     "torchft": (
-        "opentelemetry-exporter-otlp-proto-http==1.38.0", "opentelemetry-sdk==1.38.0",
+        "opentelemetry-exporter-otlp-proto-http==1.39.1", "opentelemetry-sdk==1.39.1",
     ),
     "accelerate": ("psutil==7.1.3", "safetensors==0.6.2"),
 }  # fmt: skip
