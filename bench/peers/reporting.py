@@ -47,7 +47,14 @@ class Drawn:
             return NOT_REACHED
         low, _ = bounds(np.where(np.isnan(self.draws), 0.0, self.draws))
         _, high = bounds(self.draws)
-        return f"{self.value:{form}} [{low:{form}}, {high:{form}}]"
+        value, low, high = (_written(each, form) for each in (self.value, low, high))
+        return f"{value} [{low}, {high}]"
+
+
+def _written(value: float, form: str) -> str:
+    """Large numbers are written out: 2,160 and not 2.16e+03."""
+    text = f"{value:{form}}"
+    return f"{float(text):,.0f}" if "e+" in text else text
 
 
 # -- steps to target -------------------------------------------------------------------------------
