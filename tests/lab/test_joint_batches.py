@@ -1,5 +1,7 @@
 """Batches of all workers that are made at once, beside those that each worker asks for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +35,46 @@ def test_workers_may_be_batches_apart_and_go_on_at_any_index():
     wanted = workload.batch(worker=1, workers=2, size=8, index=1)
     torch.testing.assert_close(next(slow), wanted, rtol=0, atol=0)
     assert slow.state_dict() == {"index": 2}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_runs_that_read_the_same_data_make_each_batch_once(ahead, monkeypatch):
+    workload = workloads.load("stories", seed=5)
+    made = []
+    whole = type(workload).joint_batch
+
+    def counted(self, *, index, **others):
+        made.append(index)
+        return whole(self, index=index, **others)
+
+    monkeypatch.setattr(type(workload), "joint_batch", counted)
+    settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)
+    runs = [JointBatches(settings, workload) for _ in range(6)]
+    runs[0]._shelf._ahead = ahead
+    for index in range(20):  # the last run is behind the others, as one that skips gradients is
+        found = [each.joint(index) for each in runs[:-1]]
+        assert all(each is found[0] for each in found)
+        runs[-1].joint(index // 2)
+    assert sorted(made) == list(range(20 + ahead))
+
+
+def test_batches_that_are_kept_take_no_more_room_than_is_given(monkeypatch):
+    workload = workloads.load("stories", seed=5)
+    settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)
+    run = JointBatches(settings, workload)
+    size = sum(x.numel() * x.element_size() for x in run.joint(0))
+    monkeypatch.setattr("palsgd.lab.joint_batches.ROOM", 12 * size)
+    for index in range(40):
+        run.joint(index)
+    assert len(run._shelf._made) == 12 > KEPT
+
+
+def test_runs_with_other_batches_do_not_share_them():
+    workload = workloads.load("stories", seed=5)
+    settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)
+    few, many = (JointBatches(replace(settings, batch_size=n), workload) for n in (4, 5))
+    assert few.joint(0)[0].shape[:2] == (2, 4)
+    assert many.joint(0)[0].shape[:2] == (2, 5)
 
 
 def trained(data):

@@ -2,13 +2,16 @@
 
 One call for all workers takes a few operations on the device, one call for each takes K times as
 many, which for many workers is longer than a step. On a GPU the next batches are made by a thread
-while the device computes.
+while the device computes. Runs that read the same data share their batches: making those of 96 runs
+again and again takes ten times as long as a step.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -17,7 +20,54 @@ from palsgd.lab.batch_order import BatchOrder
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
 
-KEPT = 8  # indices, as workers may be some batches apart
+KEPT = 8  # batches at least, as workers may be some batches apart
+ROOM = 64 * 2**20  # bytes for those of runs that are further apart, as some skip more gradients
+
+Make = Callable[[int], Any]  # of an index, the batches of all workers
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """One for all runs: Python would let several of them wait for each other."""
+    return ThreadPoolExecutor(1, "batches")
+
+
+class Shelf:
+    """Batches by their index, each made once while there is room for it. With `ahead` a thread
+    makes them."""
+
+    def __init__(self, *, ahead: bool):
+        self._made: OrderedDict[int, Future[Any]] = OrderedDict()
+        self._ahead = ahead
+        self._most = KEPT
+
+    def batch(self, index: int, following: int, make: Make) -> Any:
+        self._begin(index, make)
+        if self._ahead:
+            self._begin(following, make)
+        found = self._made[index].result()
+        self._most = max(KEPT, ROOM // max(1, _bytes_of(found)))
+        while len(self._made) > self._most:
+            self._made.popitem(last=False)
+        return found
+
+    def _begin(self, index: int, make: Make) -> None:
+        if index in self._made:
+            return
+        if self._ahead:
+            self._made[index] = _thread().submit(make, index)
+        else:
+            self._made[index] = Future()
+            self._made[index].set_result(make(index))
+
+
+def _bytes_of(batch: Any) -> int:
+    leaves = pytree.tree_leaves(batch)
+    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+
+
+# Of each workload, by the workers and the size of their batches.
+_shelves: WeakKeyDictionary[Workload, dict[tuple[int, int], Shelf]] = WeakKeyDictionary()
 
 
 class JointBatches:
@@ -26,9 +76,11 @@ class JointBatches:
     def __init__(self, settings: Settings, workload: Workload):
         self._settings, self._workload = settings, workload
         self._order = BatchOrder(settings)
-        self._made: OrderedDict[int, Future[Any]] = OrderedDict()
-        gpu = workload.device.type == "cuda"
-        self._thread = ThreadPoolExecutor(1) if gpu else None
+        shelves = _shelves.setdefault(workload, {})
+        key = settings.workers, settings.batch_size
+        if key not in shelves:
+            shelves[key] = Shelf(ahead=workload.device.type == "cuda")
+        self._shelf = shelves[key]
 
     def __call__(self, worker: int) -> "WorkerBatches":
         return WorkerBatches(self, worker)
@@ -46,25 +98,11 @@ class JointBatches:
 
     def joint(self, index: int) -> Any:
         """The batches of all workers as one; None: the workload makes each by itself."""
-        if index not in self._made:
-            self._begin(index)
-        if self._thread is not None and index + 1 not in self._made:
-            self._begin(index + 1)
-        return self._made[index].result()
-
-    def _begin(self, index: int) -> None:
-        if self._thread is None:
-            self._made[index] = Future()
-            self._made[index].set_result(self._new(index))
-        else:
-            self._made[index] = self._thread.submit(self._new, index)
-        while len(self._made) > KEPT:
-            self._made.popitem(last=False)
+        return self._shelf.batch(self._order(index), self._order(index + 1), self._new)
 
     def _new(self, index: int) -> Any:
-        settings = self._settings
         return self._workload.joint_batch(
-            workers=settings.workers, size=settings.batch_size, index=self._order(index)
+            workers=self._settings.workers, size=self._settings.batch_size, index=index
         )
 
 

@@ -133,30 +133,39 @@ class Grammar:
         self._source = np.array([slot_number[s.follows or n] for n, s in self.slots.items()])
         self._kept = np.array([s.remembered or s.follows is not None for s in self.slots.values()])
 
-    def draw(self, count: int, random: np.random.Generator) -> Texts:
-        """`count` texts, all at once."""
+    def draw(self, each: int, *randoms: np.random.Generator) -> Texts:
+        """`each` texts from each of the generators, all at once: those of the first one first. They
+        are the texts that each generator would give by itself."""
+        count = each * len(randoms)
         nats = np.zeros(count)
         drawn = np.empty((count, self.most_sentences), dtype=np.int64)
         state = np.full(count, list(self.rules).index(self.start))
-        for step, chances in enumerate(random.random((self.most_sentences, count))):
+        all_chances = [one.random((self.most_sentences, each)) for one in randoms]
+        for step, chances in enumerate(np.concatenate(all_chances, axis=1)):
             drawn[:, step] = self._first[state] + _pick(self._rule_steps[state], chances)
             nats += self._rule_nats[drawn[:, step]]
             state = self._leads_to[drawn[:, step]]
         cells = self._cells[drawn].reshape(count, -1)
-        nats += self._fill(cells, random)
+        nats += self._fill(cells, each, randoms)
         words = np.full((count, self.longest), END)
         used = cells >= 0
         places = used.cumsum(axis=1) - 1
         words[np.nonzero(used)[0], places[used]] = cells[used]
         return Texts(words, used.sum(axis=1) + 1, nats)
 
-    def _fill(self, cells: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _fill(
+        self, cells: np.ndarray, each: int, randoms: Sequence[np.random.Generator]
+    ) -> np.ndarray:
         """Put words into the slots, in place; the nats of each text's words."""
         text, place = np.nonzero(cells >= len(self.vocabulary))
         slot = cells[text, place] - len(self.vocabulary)
         kept = self._kept[slot]
-        own = random.random((len(cells), len(self.slots)))[text, self._source[slot]]
-        chosen = _pick(self._slot_steps[slot], np.where(kept, own, random.random(len(slot))))
+        own = np.concatenate([one.random((each, len(self.slots))) for one in randoms])
+        # The texts of a generator are neighbours, and so are their slots.
+        counts = np.bincount(text // each, minlength=len(randoms))
+        new = np.concatenate([one.random(n) for one, n in zip(randoms, counts, strict=True)])
+        chances = np.where(kept, own[text, self._source[slot]], new)
+        chosen = _pick(self._slot_steps[slot], chances)
         cells[text, place] = self._slot_words[slot, chosen]
         nats = self._slot_nats[slot, chosen]
         once = np.zeros((len(cells), len(self.slots)))

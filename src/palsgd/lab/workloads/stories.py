@@ -1,7 +1,6 @@
 """Endless stories from a grammar and a tiny GPT-Neo: nothing to fetch, and a known least loss."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -52,9 +51,6 @@ class Stories(Language):
     floor = GRAMMAR.entropy / GRAMMAR.mean_length
 
     def load(self) -> None:
-        # Drawing takes as long as a step on a GPU, and simulated runs of one seed share their text.
-        self._drawn = lru_cache(maxsize=512)(self._new)
-        self._drawn_for_all = lru_cache(maxsize=64)(self._new_for_all)
         # One set for tests and one for choosing, whatever the seed. Training text has longer keys.
         key = () if self.split == "test" else (1,)
         texts = GRAMMAR.draw(500, random_stream(0, *key))
@@ -69,23 +65,13 @@ class Stories(Language):
     ) -> Batch:
         # Every worker has an endless text of its own, so fixed and reshuffled shards are the same,
         # and a worker that comes later begins a text that nobody has read.
-        return self._drawn(self.seed, worker, size, index)
-
-    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
-        return self._drawn_for_all(self.seed, workers, size, index)
-
-    def _new(self, *key: int) -> Batch:
-        seed, worker, size, index = key
-        texts = GRAMMAR.draw(size, random_stream(seed, worker, index))
+        texts = GRAMMAR.draw(size, random_stream(self.seed, worker, index))
         return self._rows(texts.words, texts.lengths)
 
-    def _new_for_all(self, *key: int) -> Batch:
-        seed, workers, size, index = key
-        texts = [GRAMMAR.draw(size, random_stream(seed, k, index)) for k in range(workers)]
-        words, lengths = (
-            np.concatenate([getattr(each, name) for each in texts]) for name in ("words", "lengths")
-        )
-        inputs, targets = self._rows(words, lengths)
+    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
+        streams = (random_stream(self.seed, worker, index) for worker in range(workers))
+        texts = GRAMMAR.draw(size, *streams)
+        inputs, targets = self._rows(texts.words, texts.lengths)
         return inputs.unflatten(0, (workers, size)), targets.unflatten(0, (workers, size))
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
@@ -95,9 +81,9 @@ class Stories(Language):
 
     def _rows(self, words: np.ndarray, lengths: np.ndarray) -> Batch:
         """The first word is predicted from END, END from the last word."""
-        targets = torch.from_numpy(words)
-        inputs = targets.roll(1, dims=1)
-        inputs[:, 0] = 0
-        behind = torch.arange(words.shape[1]) >= torch.from_numpy(lengths)[:, None]
-        targets = targets.masked_fill(behind, NOT_A_TARGET)
-        return sent(inputs, self.device), sent(targets, self.device)
+        inputs = np.zeros_like(words)
+        inputs[:, 1:] = words[:, :-1]
+        within = np.arange(words.shape[1]) < lengths[:, None]
+        targets = np.where(within, words, NOT_A_TARGET)
+        own = torch.from_numpy(inputs), torch.from_numpy(targets)
+        return sent(own[0], self.device), sent(own[1], self.device)
