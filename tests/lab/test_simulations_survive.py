@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from palsgd import interrupts
+from palsgd.lab import simulated_program
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.simulator import Checkpoints
@@ -120,6 +121,36 @@ def test_after_ctrl_c_is_said_what_is_kept_and_how_to_go_on(engine, tmp_path, mo
     assert f"stopped; kept: {count} up to the last checkpoint (step 1" in said.line
     assert go_on(said).code == 0
     assert_same_files(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("more", "seconds", "saves"),
+    [((), 0.5, 10), ((), 20.0, 1), ((), 2.0, 5), (("checkpoint_every=2",), 20.0, 10)],
+)
+def test_saves_that_take_seconds_are_made_for_a_tenth_of_the_time(
+    more, seconds, saves, tmp_path, monkeypatch
+):
+    """Each stretch between two pauses takes 10 seconds here; there are ten, the last at the end."""
+    now, count = [0.0], []
+    whole, pause = Checkpoints.save, SimulatedRun.pause
+
+    def slow(self, *args):
+        count.append(now[0])
+        now[0] += seconds
+        whole(self, *args)
+
+    def paused(self, history):
+        now[0] += 10.0
+        pause(self, history)
+
+    monkeypatch.setattr(simulated_program.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    monkeypatch.setattr(SimulatedRun, "pause", paused)
+    out = tmp_path / "run"
+    words = ("digits", *more, "workers=2", "sync_every=4", "evaluate_every=8", "warmup_steps=0")
+    done = palsgd("train", *words, "steps=80", "--simulate", "--quiet", "--out", out)
+    assert done.code == 0
+    assert len(count) == saves
 
 
 @pytest.mark.parametrize("number", interrupts.ENDING)

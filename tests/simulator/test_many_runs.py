@@ -173,3 +173,24 @@ def test_seconds_leave_out_the_evaluations_of_all_runs():
     assert all(r.history[-1]["seconds"] < slept for r in results)
     assert all(a["seconds"] <= b["seconds"] for r in results
                for a, b in itertools.pairwise(r.history))  # fmt: skip
+
+
+def test_whether_a_loop_is_faster_is_tried_for_one_run_and_not_for_each(monkeypatch, caplog):
+    """On a GPU a trial takes up to minutes."""
+    from palsgd.simulator.stacking_checks import LoopIsFasterError
+    from palsgd.simulator.vectorized import Vectorized
+
+    tried = []
+
+    def slower(self, *, compile, against_loop):
+        tried.append(len(self.runs))
+        raise LoopIsFasterError("a gradient takes longer")
+
+    monkeypatch.setattr(Vectorized, "choose_program", slower)
+    runs = [{"seed": seed} for seed in range(5)]
+    with caplog.at_level(logging.WARNING, "palsgd"):
+        results = palsgd.simulate_many(runs, **{**COMMON, "vectorize": "auto"})
+    assert tried == [5, 1]
+    assert caplog.text.count("workers one after another, because a gradient takes longer") == 5
+    for run, result in zip(runs, results, strict=True):
+        check(result, alone(run), rtol=0, atol=0)

@@ -120,12 +120,17 @@ def simulate_runs(
                 program.train(quiet=quiet, whole=whole, until=until)
 
 
+QUICK_S = 1.0  # a save that takes less is made at every pause
+
+
 class SimulatedProgram:
     """A program and the files of its runs. Its checkpoints are with its first run."""
 
     def __init__(self, program: Program, runs: list[SimulatedRun]):
         self._program, self._runs = program, runs
         self._checkpoints = Checkpoints(runs[0].folder.checkpoints)
+        self._save_s: float | None = None  # what the last save took
+        self._saved_at = 0.0
 
     def begin(self, *, resume: bool) -> None:
         state = self._checkpoints.newest() if resume else None
@@ -163,16 +168,34 @@ class SimulatedProgram:
         """Save the state at a pause. A program that is given an end is saved there alone: states of
         many workers are large, and until then nobody has asked it to stop."""
         if until is None:
-            self._save()
-        elif time.monotonic() >= until:
+            if self._save_is_due():
+                self._save()
+        elif time.monotonic() >= until and not self._is_done:
             self._save()
             raise OutOfTimeError
 
+    @property
+    def _is_done(self) -> bool:
+        return self._program.clock >= self._runs[0].steps
+
+    def _save_is_due(self) -> bool:
+        """At every pause, unless a save takes seconds: those may take a tenth of the time, and none
+        is made of a program that only has to write its results."""
+        if self._runs[0].settings.checkpoint_every is not None:
+            return True
+        if self._save_s is None:
+            return not self._is_done
+        apart = time.monotonic() - self._saved_at
+        return self._save_s < QUICK_S or (apart > 9 * self._save_s and not self._is_done)
+
     def _save(self) -> None:
+        began = time.monotonic()
         counts = [run.norms for run in self._runs]
         self._checkpoints.save(self._program.clock, self._state())
         for run, count in zip(self._runs, counts, strict=True):
             run.forget_norms(count)
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - began
 
     def _state(self) -> Iterator[tuple[str, Any]]:
         # first, as making the state of the program adds norms that are no syncs'

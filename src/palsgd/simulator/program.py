@@ -19,7 +19,7 @@ from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.room import check_memory, runs_that_fit
 from palsgd.simulator.run import Run
-from palsgd.simulator.stacking_checks import CannotVectorizeError, has_hooks
+from palsgd.simulator.stacking_checks import CannotVectorizeError, LoopIsFasterError, has_hooks
 from palsgd.simulator.vectorized import Vectorized, alike
 
 log = logging.getLogger("palsgd")
@@ -211,15 +211,32 @@ class Simulation:
         try:
             return self._vectorized(starts)
         except CannotVectorizeError as reason:
-            if len(starts) > 1:
-                log.warning("palsgd.simulate_many: one run after another, because %s", reason)
-                return [program for start in starts for program in self._programs([start])]
-            if self.vectorize is True:
-                raise ValueError(
-                    f"this simulation cannot be vectorized: {reason}; use vectorize='auto'"
-                ) from reason
-            log.warning("palsgd.simulate: workers one after another, because %s", reason)
-            return [self._exact(starts[0])]
+            if len(starts) == 1:
+                return [self._instead(starts[0], reason)]
+            log.warning("palsgd.simulate_many: one run after another, because %s", reason)
+            return self._one_by_one(starts)
+
+    def _one_by_one(self, starts: list[Start]) -> list[Program]:
+        """A loop over the workers that is faster for one run is so for the rest too, as all have
+        one model, and trying takes up to minutes."""
+        found: list[Program] = []
+        for number, start in enumerate(starts):
+            try:
+                found += self._vectorized([start])
+            except LoopIsFasterError as reason:
+                return found + [self._instead(each, reason) for each in starts[number:]]
+            except CannotVectorizeError as reason:
+                found.append(self._instead(start, reason))
+        return found
+
+    def _instead(self, start: Start, reason: CannotVectorizeError) -> Program:
+        """The exact engine, for a run that cannot be stacked."""
+        if self.vectorize is True:
+            raise ValueError(
+                f"this simulation cannot be vectorized: {reason}; use vectorize='auto'"
+            ) from reason
+        log.warning("palsgd.simulate: workers one after another, because %s", reason)
+        return self._exact(start)
 
     def _vectorized(self, starts: list[Start]) -> list[Program]:
         if self.vectorize == "auto":

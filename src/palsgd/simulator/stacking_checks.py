@@ -17,6 +17,10 @@ class CannotVectorizeError(Exception):
     """A simulation cannot be stacked. The message is the reason, in one line."""
 
 
+class LoopIsFasterError(CannotVectorizeError):
+    """It could be, and would be slower than one worker after another."""
+
+
 class UnequalBatchesError(RuntimeError):
     """The workers' batches differ in shape, so they cannot be stacked."""
 

@@ -29,6 +29,7 @@ from palsgd.simulator.stacked_optimizers import stacked_optimizer
 from palsgd.simulator.stacked_rules import StackedRules
 from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
+    LoopIsFasterError,
     clipped,
     fastest_convolutions,
     joined_batch,
@@ -114,7 +115,7 @@ class Vectorized:
 
     def choose_program(self, *, compile: bool, against_loop: bool) -> None:
         """On a GPU, choose by trying how gradients are computed. `compile`: also whether they are
-        compiled. `against_loop`: raise CannotVectorizeError where one worker after another is
+        compiled. `against_loop`: raise LoopIsFasterError where one worker after another is
         faster."""
         if self.stack.device.type != "cuda":
             return
@@ -123,7 +124,7 @@ class Vectorized:
             took = self.stack.choose_convolutions(batches)
             loop = self.stack.loop_seconds(batches) if against_loop else math.inf
         if loop < took:
-            raise CannotVectorizeError(
+            raise LoopIsFasterError(
                 f"a gradient of every worker takes {1e3 * loop:.1f} ms one after another, and "
                 f"{1e3 * took:.1f} ms stacked"
             )
