@@ -40,7 +40,7 @@ def tuned(tiny: bool) -> list[Call]:
     if tiny:
         return tuned_comparison("H8", "stories", methods, trials=2, seeds=2, **SHORT)
     return tuned_comparison("H64", "stories-1m", methods, trials=8, tuning_seeds=2, seeds=6,
-                            workers=8, sync_every=64, steps=2148)  # fmt: skip
+                            workers=8, batch_size=8, sync_every=64, steps=420 + 2048)  # fmt: skip
 
 
 def parts(tiny: bool) -> list[Part]:
