@@ -458,3 +458,40 @@ def test_a_parameter_group_without_a_trained_tensor_changes_nothing(name, empty)
         )  # fmt: skip
 
     check(run(True), run(False))
+
+
+def compiled_calls(monkeypatch):
+    """The calls of what torch.compile is asked for, as they come."""
+    traced = []
+
+    def compile(call, **options):
+        def counting(*args):
+            traced.append(call)
+            return call(*args)
+
+        return counting
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return traced
+
+
+def simulated(model, **options):
+    return palsgd.simulate(
+        workers=2, steps=20, model=model, loss=mse, data=batches,
+        method=lambda m: METHODS["balanced"](m, INNER["sgd"](m.parameters())), **options,
+    )  # fmt: skip
+
+
+def test_a_model_that_cannot_be_stacked_is_found_before_anything_is_compiled(monkeypatch):
+    """Compiling a ResNet-50 takes minutes, and then the exact engine trains it."""
+    traced = compiled_calls(monkeypatch)
+    result = simulated(lambda: Forking(4, 3).double(), compile=True, vectorize="auto")
+    assert (result.engine, traced) == ("exact", [])
+
+
+def test_a_simulation_that_is_to_be_compiled_trains_by_the_compiled_program(monkeypatch):
+    traced = compiled_calls(monkeypatch)
+    found, plain = (simulated(linear, compile=own, vectorize=True) for own in (True, False))
+    assert found.engine == "vectorized"
+    assert len(traced) > 10
+    np.testing.assert_array_equal(vector(found.model), vector(plain.model))

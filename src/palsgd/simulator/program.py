@@ -247,7 +247,7 @@ class Simulation:
             run = Run(model, self.loss, start.batches, start.method, start.recorder)
             made[run] = start
         engines = [
-            Vectorized(group, self.compile or False, steps=self.steps, seed=made[group[0]].seed)
+            Vectorized(group, False, steps=self.steps, seed=made[group[0]].seed)
             for group in alike(list(made))
         ]
         for start in starts:
@@ -255,9 +255,7 @@ class Simulation:
         # every engine is tried before the first one trains, as training uses up data
         for engine in engines:
             engine.try_gradient()
-            engine.choose_program(
-                compile=self.compile is None, against_loop=self.vectorize == "auto"
-            )
+            engine.choose_program(compile=self.compile, against_loop=self.vectorize == "auto")
         return [self._program([made[run] for run in engine.runs], engine) for engine in engines]
 
     def _exact(self, start: Start) -> Program:

@@ -194,6 +194,15 @@ class StackedWorkers:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
 
+    def try_compiled(self, batches: list[Any]) -> None:
+        """Compile; a program that cannot be compiled runs as it is, with a warning. The module is
+        the one that trains, as for a copy of it torch would compile again."""
+        before, self.buffers = self.buffers, _clones(self.buffers)
+        try:
+            self._try_all(batches)
+        finally:
+            self.buffers = before
+
     @contextmanager
     def _apart(self) -> Iterator[tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]]:
         """Inside, gradients are computed on copies of what a forward pass may change. Yields the

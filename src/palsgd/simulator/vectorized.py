@@ -113,27 +113,38 @@ class Vectorized:
     def try_gradient(self) -> None:
         self.stack.try_gradient(self._first_batches())
 
-    def choose_program(self, *, compile: bool, against_loop: bool) -> None:
-        """On a GPU, choose by trying how gradients are computed. `compile`: also whether they are
-        compiled. `against_loop`: raise LoopIsFasterError where one worker after another is
-        faster."""
-        if self.stack.device.type != "cuda":
-            return
-        batches = self._first_batches()
+    def choose_program(self, *, compile: bool | str | None, against_loop: bool) -> None:
+        """Choose, on a GPU by trying, how gradients are computed. `compile`: as for `simulate`.
+        `against_loop`: raise LoopIsFasterError where one worker after another is faster. Compiling
+        takes up to minutes, so it comes last."""
+        batches, took = self._first_batches(), 0.0
+        if self.stack.device.type == "cuda":
+            took = self._choose_by_time(batches, against_loop, compiled=bool(compile))
+        if compile is None:
+            pays = self._compiling_pays(took)
+            self.stack.compile(any(pays.values()), **pays)
+        elif compile:
+            self.stack.compile(compile)
+            self.stack.try_compiled(batches)
+
+    def _choose_by_time(self, batches: list[Any], against_loop: bool, compiled: bool) -> float:
+        """The seconds of a gradient of all workers. `compiled`: will it be?"""
         with fastest_convolutions(), torch.no_grad():
             took = self.stack.choose_convolutions(batches)
             loop = self.stack.loop_seconds(batches) if against_loop else math.inf
-        if loop < took:
+        stacked = took * (1 - COMPILE_SAVES if compiled else 1)
+        if loop < stacked:
             raise LoopIsFasterError(
                 f"a gradient of every worker takes {1e3 * loop:.1f} ms one after another, and "
-                f"{1e3 * took:.1f} ms stacked"
+                f"{1e3 * stacked:.1f} ms stacked"
             )
-        if compile:
-            cost = COMPILE_S + COMPILE_S_PER_PARAMETER * len(self.stack.params)
-            shared = min(self.schedule.warmup, self.steps)  # steps in which workers share a row
-            counts = {"shared": shared, "own": self.steps - shared}
-            pays = {rows: COMPILE_SAVES * took * n > cost for rows, n in counts.items()}
-            self.stack.compile(any(pays.values()), **pays)
+        return took
+
+    def _compiling_pays(self, took: float) -> dict[str, bool]:
+        cost = COMPILE_S + COMPILE_S_PER_PARAMETER * len(self.stack.params)
+        shared = min(self.schedule.warmup, self.steps)  # steps in which workers share a row
+        counts = {"shared": shared, "own": self.steps - shared}
+        return {rows: COMPILE_SAVES * took * n > cost for rows, n in counts.items()}
 
     def _first_batches(self) -> list[Any]:
         return [source.peek() for run in self.runs for source in run.batches]
