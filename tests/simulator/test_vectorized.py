@@ -475,9 +475,9 @@ def compiled_calls(monkeypatch):
     return traced
 
 
-def simulated(model, **options):
+def simulated(model, *, workers=2, **options):
     return palsgd.simulate(
-        workers=2, steps=20, model=model, loss=mse, data=batches,
+        workers=workers, steps=20, model=model, loss=mse, data=batches,
         method=lambda m: METHODS["balanced"](m, INNER["sgd"](m.parameters())), **options,
     )  # fmt: skip
 
@@ -495,3 +495,31 @@ def test_a_simulation_that_is_to_be_compiled_trains_by_the_compiled_program(monk
     assert found.engine == "vectorized"
     assert len(traced) > 10
     np.testing.assert_array_equal(vector(found.model), vector(plain.model))
+
+
+def test_stacks_alike_are_timed_once_and_others_by_themselves(monkeypatch):
+    """Timing takes ten gradients and compiles parts of them: a sweep of programs would wait."""
+    from palsgd.simulator import vectorized
+    from palsgd.simulator.stack import StackedWorkers
+
+    timed = []
+
+    def choose(stack, batches):
+        timed.append(stack.count)
+        stack.unfold(True)
+        return 1.0
+
+    chosen = vectorized.Vectorized._choose_by_time
+    monkeypatch.setattr(StackedWorkers, "choose_convolutions", choose)
+    monkeypatch.setattr(StackedWorkers, "loop_seconds", lambda stack, batches: 2.0)
+    monkeypatch.setattr(vectorized, "_tried", {})
+
+    def try_stack(self, *, compile, against_loop):
+        assert chosen(self, self._first_batches(), against_loop, compiled=False) == 1.0
+        assert self.stack.unfolded
+
+    monkeypatch.setattr(vectorized.Vectorized, "choose_program", try_stack)
+    deep = partial(net, dtype=torch.float64)
+    for options in ({}, {}, {"workers": 3}, {"model": deep}, {}):
+        simulated(**({"model": linear, "vectorize": True} | options))
+    assert timed == [2, 3, 2]

@@ -45,6 +45,15 @@ Losses = list[Tensor]  # of each worker, in their order
 COMPILE_S, COMPILE_S_PER_PARAMETER, COMPILE_SAVES = 5.0, 0.35, 0.35
 
 
+class Trial(NamedTuple):
+    unfolded: bool  # are convolutions computed from patches?
+    took: float  # seconds of a gradient of all workers
+    loop: float  # of the same, one worker after another
+
+
+_tried: dict[tuple[Any, ...], Trial] = {}  # by the likeness of stacks
+
+
 class Member(NamedTuple):
     """A run of the program, with its number and the number of its first worker in the stack."""
 
@@ -128,10 +137,16 @@ class Vectorized:
             self.stack.try_compiled(batches)
 
     def _choose_by_time(self, batches: list[Any], against_loop: bool, compiled: bool) -> float:
-        """The seconds of a gradient of all workers. `compiled`: will it be?"""
-        with fastest_convolutions(), torch.no_grad():
-            took = self.stack.choose_convolutions(batches)
-            loop = self.stack.loop_seconds(batches) if against_loop else math.inf
+        """The seconds of a gradient of all workers. `compiled`: will it be? Stacks alike are tried
+        once in a process, as a sweep has many of them."""
+        alike = (*self.stack.likeness(batches), against_loop)
+        if alike not in _tried:
+            with fastest_convolutions(), torch.no_grad():
+                took = self.stack.choose_convolutions(batches)
+                loop = self.stack.loop_seconds(batches) if against_loop else math.inf
+            _tried[alike] = Trial(self.stack.unfolded, took, loop)
+        unfolded, took, loop = _tried[alike]
+        self.stack.unfold(unfolded)
         stacked = took * (1 - COMPILE_SAVES if compiled else 1)
         if loop < stacked:
             raise LoopIsFasterError(
