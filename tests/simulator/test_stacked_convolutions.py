@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, vmap
 
-from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
+from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions, ways
 
 SETTINGS = [
     dict(kernel_size=5, padding=2),
@@ -36,10 +36,11 @@ def network(settings):
     return nn.Sequential(nn.Conv2d(3, 4, **settings), nn.ReLU(), nn.Conv2d(4, 2, **settings))
 
 
+@pytest.mark.parametrize("channels", [0, 3, 4])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_stacked_convolutions_from_patches_equal_those_of_one_worker_after_another(
-    settings, shared
+    settings, shared, channels
 ):
     torch.manual_seed(0)
     net = network(settings).double()
@@ -47,15 +48,26 @@ def test_stacked_convolutions_from_patches_equal_those_of_one_worker_after_anoth
     lead = () if shared else (3,)
     weights = {n: torch.randn(*lead, *p.shape).double() for n, p in net.named_parameters()}
     want = gradients(net, weights, images, stacked=False, shared=shared)
-    unfold_convolutions(net, True)
+    unfold_convolutions(net, channels)
+    patched = [each for each in net.modules() if "forward" in vars(each)]
+    assert [each.in_channels for each in patched] == [n for n in (3, 4) if n <= channels]
     found = gradients(net, weights, images, stacked=True, shared=shared)
     torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [((3, 32, 64), [0, 3, 64]), ((1, 8), [0, 1, 8]), ((32, 64), [0, 64]), ((3, 3), [0, 3])],
+)
+def test_pictures_alone_and_all_convolutions_are_tried(sizes, found):
+    assert ways(nn.Sequential(*(nn.Conv2d(n, 8, 3) for n in sizes))) == found
+    assert ways(nn.Linear(3, 3)) == [0]
+
+
 def test_convolutions_that_are_put_back_are_torchs_own():
     net = network(SETTINGS[0])
-    unfold_convolutions(net, True)
-    unfold_convolutions(net, False)
+    unfold_convolutions(net, 99)
+    unfold_convolutions(net, 0)
     assert all("forward" not in vars(each) for each in net.modules())
 
 
@@ -74,7 +86,7 @@ def test_under_autocast_patches_are_multiplied_in_low_precision():
     net, x = network(SETTINGS[0]), torch.randn(2, 3, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         want = net(x)
-        unfold_convolutions(net, True)
+        unfold_convolutions(net, 99)
         found = net(x)
     assert found.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(found, want, rtol=0.03, atol=0.03)

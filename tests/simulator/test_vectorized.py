@@ -506,7 +506,7 @@ def test_stacks_alike_are_timed_once_and_others_by_themselves(monkeypatch):
 
     def choose(stack, batches):
         timed.append(stack.count)
-        stack.unfold(True)
+        stack.unfold(7)
         return 1.0
 
     chosen = vectorized.Vectorized._choose_by_time
@@ -516,7 +516,7 @@ def test_stacks_alike_are_timed_once_and_others_by_themselves(monkeypatch):
 
     def try_stack(self, *, compile, against_loop):
         assert chosen(self, self._first_batches(), against_loop, compiled=False) == 1.0
-        assert self.stack.unfolded
+        assert self.stack.unfolded == 7
 
     monkeypatch.setattr(vectorized.Vectorized, "choose_program", try_stack)
     deep = partial(net, dtype=torch.float64)

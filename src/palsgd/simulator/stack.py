@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from palsgd.checks import in_error
 from palsgd.simulator.batches import moved, sent
 from palsgd.simulator.saved import copy_tensors
-from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions
+from palsgd.simulator.stacked_convolutions import unfold_convolutions, ways
 from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
 from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
@@ -71,7 +71,7 @@ class StackedWorkers:
         everything = [*module.named_parameters(), *module.named_buffers()]
         self._constant = {name: x.detach() for name, x in everything if name not in varied}
         self._columns: dict[tuple[float, ...], Tensor] = {}
-        self.unfolded = False  # are convolutions computed from patches?
+        self.unfolded = 0  # the most channels of convolutions that are computed from patches
         self.compile(compiled)
 
     @property
@@ -226,24 +226,23 @@ class StackedWorkers:
     def choose_convolutions(self, batches: list[Any]) -> float:
         """Time a gradient of all workers, with each way to compute convolutions, and keep the
         faster one. Returns its seconds."""
-        ways = (False, True) if any(convolutions(self._module)) else (False,)
         taken = {}
-        for unfolded in ways:
+        for channels in ways(self._module):
             with self._apart():
-                unfold_convolutions(self._module, unfolded)
-                taken[unfolded] = self._seconds_of(self.gradients, list(range(self.count)), batches)
+                unfold_convolutions(self._module, channels)
+                taken[channels] = self._seconds_of(self.gradients, list(range(self.count)), batches)
         self.unfold(min(taken, key=lambda way: taken[way]))
         return min(taken.values())
 
-    def unfold(self, unfolded: bool) -> None:
-        """Compute convolutions from patches, or not."""
-        self.unfolded = unfolded
-        unfold_convolutions(self._module, unfolded)
+    def unfold(self, channels: int) -> None:
+        """Compute convolutions of at most so many channels from patches."""
+        self.unfolded = channels
+        unfold_convolutions(self._module, channels)
 
     def loop_seconds(self, batches: list[Any]) -> float:
         """The seconds of the same gradients, one worker after another."""
         module, batch = copy.deepcopy(self._module), moved(batches[0], self.device)
-        unfold_convolutions(module, False)
+        unfold_convolutions(module, 0)
 
         def gradient() -> None:
             module.zero_grad()

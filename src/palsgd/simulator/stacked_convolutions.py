@@ -31,10 +31,18 @@ def convolutions(module: nn.Module) -> Iterator[nn.Conv2d]:
             yield each
 
 
-def unfold_convolutions(module: nn.Module, unfolded: bool) -> None:
-    """Let the module's convolutions be computed from patches, or as they are by nature."""
+def ways(module: nn.Module) -> list[int]:
+    """The numbers of channels that are worth trying: no convolution is computed from patches, or
+    those of pictures alone, or all. cuDNN has no fast kernel for groups of three channels."""
+    found = {each.in_channels for each in convolutions(module)}
+    return sorted({max((n for n in found if n <= most), default=0) for most in (0, 4, 2**31)})
+
+
+def unfold_convolutions(module: nn.Module, channels: int) -> None:
+    """Let the convolutions of at most so many channels be computed from patches, the others as they
+    are by nature."""
     for each in convolutions(module):
-        if unfolded:
+        if each.in_channels <= channels:
             each.forward = partial(_forward, each)  # type: ignore[method-assign]
         else:
             vars(each).pop("forward", None)

@@ -46,7 +46,7 @@ COMPILE_S, COMPILE_S_PER_PARAMETER, COMPILE_SAVES = 5.0, 0.35, 0.35
 
 
 class Trial(NamedTuple):
-    unfolded: bool  # are convolutions computed from patches?
+    unfolded: int  # the most channels of convolutions that are computed from patches
     took: float  # seconds of a gradient of all workers
     loop: float  # of the same, one worker after another
 
@@ -456,7 +456,8 @@ class Vectorized:
     def load(self, saved: Mapping[str, Any]) -> None:
         stack = saved["stack"]
         self.clock, self._open = stack["clock"], stack["open"]
-        self.stack.unfold(stack["unfolded"])
+        # a bool in states of palsgd 0.2.0, for all convolutions or none
+        self.stack.unfold(2**31 if stack["unfolded"] is True else int(stack["unfolded"]))
         if stack["compiled"] != self.stack.compiled:
             self.stack.compile(any(stack["compiled"].values()), **stack["compiled"])
         self._watch.set(stack["seconds"])
