@@ -1,5 +1,7 @@
 """Batches of all workers that are made at once, beside those that each worker asks for."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -67,6 +69,52 @@ def test_batches_that_are_kept_take_no_more_room_than_is_given(monkeypatch):
     for index in range(40):
         run.joint(index)
     assert len(run._shelf._made) == 12 > KEPT
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_that_cannot_be_made_is_told_and_made_the_next_time(ahead, monkeypatch):
+    workload = workloads.load("stories", seed=5)
+    settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)
+    run, whole, broken = JointBatches(settings, workload), type(workload).joint_batch, [3]
+
+    def failing(self, *, index, **others):
+        if index in broken:
+            raise MemoryError("no room")
+        return whole(self, index=index, **others)
+
+    monkeypatch.setattr(type(workload), "joint_batch", failing)
+    run._shelf._ahead = ahead
+    assert run.joint(2) is not None
+    with pytest.raises(MemoryError, match="no room"):
+        run.joint(3)
+    broken.clear()
+    torch.testing.assert_close(run.joint(3), workload.joint_batch(workers=2, size=4, index=3))
+
+
+def test_a_workload_without_joint_batches_keeps_few_of_them():
+    class Alone(type(workloads.load("digits"))):
+        name = "alone"
+
+        def joint_batch(self, **place):
+            return None
+
+    run = JointBatches(Settings(workload="digits", workers=2, batch_size=4, steps=40), Alone())
+    for _ in zip(range(100), run(0), strict=False):
+        pass
+    assert len(run._shelf._made) == KEPT
+
+
+def test_batches_go_with_the_last_run_that_reads_them():
+    workload = workloads.load("stories", seed=5)
+    settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)
+    runs = [JointBatches(settings, workload) for _ in range(2)]
+    shelf = weakref.ref(runs[0]._shelf)
+    assert runs[1]._shelf is shelf()
+    runs.pop()
+    assert runs[0].joint(0) is not None
+    runs.pop()
+    gc.collect()
+    assert shelf() is None
 
 
 def test_runs_with_other_batches_do_not_share_them():

@@ -194,3 +194,6 @@ def test_whether_a_loop_is_faster_is_tried_for_one_run_and_not_for_each(monkeypa
     assert caplog.text.count("workers one after another, because a gradient takes longer") == 5
     for run, result in zip(runs, results, strict=True):
         np.testing.assert_array_equal(vector(result.model), vector(alone(run).model))
+    ((*made,),) = palsgd.simulator.programs(runs, **{**COMMON, "vectorize": "auto"})
+    watches = {program._engine.recorders[0].watch for program in made}
+    assert len(watches) == 5, "a run counts the seconds of those before it"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,7 +20,7 @@ from palsgd.lab.batch_order import BatchOrder
 from palsgd.lab.settings import Settings
 from palsgd.lab.workload import Workload
 
-KEPT = 8  # batches at least, as workers may be some batches apart
+KEPT = 8  # batches at least for each run, as its workers may be some batches apart
 ROOM = 64 * 2**20  # bytes for those of runs that are further apart, as some skip more gradients
 
 Make = Callable[[int], Any]  # of an index, the batches of all workers
@@ -39,16 +39,18 @@ class Shelf:
     def __init__(self, *, ahead: bool):
         self._made: OrderedDict[int, Future[Any]] = OrderedDict()
         self._ahead = ahead
-        self._most = KEPT
+        self.readers: WeakSet[JointBatches] = WeakSet()
 
     def batch(self, index: int, following: int, make: Make) -> Any:
         self._begin(index, make)
         if self._ahead:
             self._begin(following, make)
-        found = self._made[index].result()
-        self._most = max(KEPT, ROOM // max(1, _bytes_of(found)))
-        while len(self._made) > self._most:
-            self._made.popitem(last=False)
+        try:
+            found = self._made[index].result()
+        except BaseException:
+            del self._made[index]  # it may be made the next time, and its error holds much memory
+            raise
+        self._make_room(_bytes_of(found))
         return found
 
     def _begin(self, index: int, make: Make) -> None:
@@ -57,8 +59,14 @@ class Shelf:
         if self._ahead:
             self._made[index] = _thread().submit(make, index)
         else:
+            batch = make(index)
             self._made[index] = Future()
-            self._made[index].set_result(make(index))
+            self._made[index].set_result(batch)
+
+    def _make_room(self, size: int) -> None:
+        most = max(KEPT * len(self.readers), ROOM // size if size else 0)
+        while len(self._made) > most:
+            self._made.popitem(last=False)
 
 
 def _bytes_of(batch: Any) -> int:
@@ -66,8 +74,9 @@ def _bytes_of(batch: Any) -> int:
     return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
 
 
-# Of each workload, by the workers and the size of their batches.
-_shelves: WeakKeyDictionary[Workload, dict[tuple[int, int], Shelf]] = WeakKeyDictionary()
+Shelves = WeakValueDictionary[tuple[int, int], Shelf]
+# Of each workload, by the workers and the size of their batches, as long as a run reads them.
+_shelves: WeakKeyDictionary[Workload, Shelves] = WeakKeyDictionary()
 
 
 class JointBatches:
@@ -76,11 +85,10 @@ class JointBatches:
     def __init__(self, settings: Settings, workload: Workload):
         self._settings, self._workload = settings, workload
         self._order = BatchOrder(settings)
-        shelves = _shelves.setdefault(workload, {})
-        key = settings.workers, settings.batch_size
-        if key not in shelves:
-            shelves[key] = Shelf(ahead=workload.device.type == "cuda")
-        self._shelf = shelves[key]
+        shelves = _shelves.setdefault(workload, WeakValueDictionary())
+        new = Shelf(ahead=workload.device.type == "cuda")
+        self._shelf = shelves.setdefault((settings.workers, settings.batch_size), new)
+        self._shelf.readers.add(self)
 
     def __call__(self, worker: int) -> "WorkerBatches":
         return WorkerBatches(self, worker)

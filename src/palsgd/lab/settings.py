@@ -83,7 +83,8 @@ class Settings:
     precision: str = "tf32"  # of products on a GPU; fp32, or bf16 by autocast
     seed: int = 2023
     evaluate_every: int | None = None  # steps; None: twenty times in a run
-    checkpoint_every: int | None = None  # rounds; None: whenever the model is evaluated
+    # Rounds; None: whenever the model is evaluated, or less often where a save takes seconds.
+    checkpoint_every: int | None = None
     cluster: str | None = None  # cluster whose time a simulation projects: 100mbit,20ms,step=50ms
 
     # Settings of methods that are no fields above, by their names as settings.

@@ -95,6 +95,7 @@ def simulate_runs(
             losses = [workload.loss(model, part) for part in parts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
+    loss.likeness = settings.precision, settings.micro_batches  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         # The library cannot know that each evaluation recomputes the buffers itself.
         warnings.filterwarnings("ignore", message="buffers='recompute'")

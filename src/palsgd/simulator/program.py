@@ -15,7 +15,7 @@ from palsgd.cluster import Cluster, WallClock
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches
 from palsgd.simulator.exact import Exact, Randomness, own_randomness, seeded
-from palsgd.simulator.history import Recorder
+from palsgd.simulator.history import Recorder, Watch
 from palsgd.simulator.result import Result
 from palsgd.simulator.room import check_memory, runs_that_fit
 from palsgd.simulator.run import Run
@@ -214,10 +214,11 @@ class Simulation:
             if len(starts) == 1:
                 return [self._instead(starts[0], reason)]
             log.warning("palsgd.simulate_many: one run after another, because %s", reason)
-            return self._one_by_one(starts)
+        # Out here the reason, and with it the stack that failed, is no longer in memory.
+        return self._one_by_one(starts)
 
     def _one_by_one(self, starts: list[Start]) -> list[Program]:
-        """A loop over the workers that is faster for one run is so for the rest too, as all have
+        """A loop over the workers that is faster for one run is taken for the rest too: all have
         one model, and trying takes up to minutes."""
         found: list[Program] = []
         for number, start in enumerate(starts):
@@ -255,10 +256,12 @@ class Simulation:
         # every engine is tried before the first one trains, as training uses up data
         for engine in engines:
             engine.try_gradient()
+        for engine in engines:
             engine.choose_program(compile=self.compile, against_loop=self.vectorize == "auto")
         return [self._program([made[run] for run in engine.runs], engine) for engine in engines]
 
     def _exact(self, start: Start) -> Program:
+        start.recorder.watch = Watch()  # a stack that failed has given its own to all its runs
         engine = Exact(
             model=start.model,
             steps=self.steps,

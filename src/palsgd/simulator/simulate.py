@@ -55,7 +55,7 @@ def simulate(
         method: `method(model)` gives a palsgd optimizer, for each worker.
         vectorize: True: all workers as one stacked program; False: one after another, the
             optimizers' own code; "auto": stacked where that is possible and, on a GPU, faster: both
-            are tried on the first batches.
+            are tried on the first batches, once for runs that are alike.
         device: where the model is moved; None: where `model()` puts it.
         seed: of the model. In the exact engine worker k draws its random numbers (dropout) as a
             process would after `torch.manual_seed(seed + k)`; the vectorized one draws others of
@@ -355,6 +355,11 @@ def _device(device: Any) -> torch.device | None:
 def _check_program(compile: Any, progress: Any) -> None:
     if compile is not None and not isinstance(compile, bool | str):
         raise ValueError(f"compile={in_error(compile)} must be True, False, None or a mode's name")
+    if isinstance(compile, str):
+        try:
+            torch.compile(lambda x: x, mode=compile)
+        except RuntimeError as error:  # torch knows the names of its modes
+            raise ValueError(f"compile={in_error(compile)} is refused by torch: {error}") from None
     if progress is not None:
         check_flag("progress", progress)
 

@@ -22,7 +22,6 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from palsgd.checks import in_error
 from palsgd.simulator.batches import moved, sent
 from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_convolutions import unfold_convolutions, ways
@@ -111,11 +110,8 @@ class StackedWorkers:
         one_each = vmap(self._loss_of, randomness="different")
         one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
         self._some = one_each
-        try:
-            self._own = build["own"](one_each)
-            self._sharing = build["shared"](vmap(one_run, randomness="different"))
-        except RuntimeError as error:  # torch knows the names of its modes
-            raise ValueError(f"compile={in_error(compiled)} is refused by torch: {error}") from None
+        self._own = build["own"](one_each)
+        self._sharing = build["shared"](vmap(one_run, randomness="different"))
 
     def _loss_of(self, trained: list[Tensor], held: dict[str, Tensor], batch: Any) -> Tensor:
         weights = dict(zip(self._names, trained, strict=True))
@@ -217,11 +213,13 @@ class StackedWorkers:
             self._module, self.buffers, self._constant = outside
 
     def likeness(self, batches: list[Any]) -> tuple[Any, ...]:
-        """Equal for stacks whose gradients take as long, but for what their loss does."""
+        """Equal for stacks whose gradients take as long. What differs in a loss alone, such as its
+        precision, it says itself in an attribute `likeness`."""
         tensors = [*self.params, *pytree.tree_leaves(batches[0])]
-        shapes = [(x.shape, x.dtype) for x in tensors if isinstance(x, Tensor)]
-        low = torch.backends.cuda.matmul.allow_tf32
-        return str(self._module), self.count, self.shared, str(shapes), str(self.device), low
+        shapes = str([(x.shape, x.dtype) for x in tensors if isinstance(x, Tensor)])
+        products = str(getattr(torch.backends.cuda.matmul, "fp32_precision", None))
+        how = self.shared, *self.compiled.values(), str(self.device), products
+        return str(self._module), self._module.likeness, self.count, shapes, *how
 
     def choose_convolutions(self, batches: list[Any]) -> float:
         """Time a gradient of all workers, with each way to compute convolutions, and keep the

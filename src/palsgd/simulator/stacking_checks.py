@@ -31,6 +31,8 @@ class LossModule(nn.Module):
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]):
         super().__init__()
         self.model, self._loss = model, loss
+        # How it computes, beside the model: losses that differ take another time.
+        self.likeness = str(getattr(loss, "likeness", None))
 
     def forward(self, batch: Any) -> Tensor:
         return self._loss(self.model, batch)

@@ -144,14 +144,16 @@ class Vectorized:
             with fastest_convolutions(), torch.no_grad():
                 took = self.stack.choose_convolutions(batches)
                 loop = self.stack.loop_seconds(batches) if against_loop else math.inf
-            _tried[alike] = Trial(self.stack.unfolded, took, loop)
-        unfolded, took, loop = _tried[alike]
-        self.stack.unfold(unfolded)
+            if math.isfinite(took):  # memory that is short now may be there the next time
+                _tried[alike] = Trial(self.stack.unfolded, took, loop)
+        else:
+            unfolded, took, loop = _tried[alike]
+            self.stack.unfold(unfolded)
         stacked = took * (1 - COMPILE_SAVES if compiled else 1)
         if loop < stacked:
             raise LoopIsFasterError(
                 f"a gradient of every worker takes {1e3 * loop:.1f} ms one after another, and "
-                f"{1e3 * stacked:.1f} ms stacked"
+                f"{1e3 * stacked:.1f} ms stacked{', by estimate, if compiled' if compiled else ''}"
             )
         return took
 

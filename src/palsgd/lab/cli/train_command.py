@@ -72,7 +72,7 @@ def train(
 
     Workers are processes that are started here or by torchrun, or they are simulated.
 
-    Example: palsgd train stories --method palsgd --workers 2 --steps 500
+    Example: palsgd train stories --method palsgd --workers 2 --steps 900
     """
     settings = settings_from(
         recipe, changes, method=method, workers=workers, ranks_per_worker=ranks_per_worker,
