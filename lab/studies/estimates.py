@@ -18,7 +18,7 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_run import shape_of
 
 RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "lab-h200.json"
-SIZE_125M = 124_412_160 / 8_054_656  # parameters of GPT-Neo-125M over those of 8M
+STORY = 161  # tokens of a row of endless stories
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ SOURCES = {
     "cifar10-resnet18": Source("vgg-16", 1, 2.0, "twice VGG-16's operations, not measured"),
     "imagenet-resnet50": Source("resnet-50"),
     "tinystories-gptneo-8m": Source("gpt-neo-8m", 300),
-    "tinystories-gptneo-125m": Source("gpt-neo-8m", 1024, SIZE_125M, "by parameters"),
-    "stories-gptneo-8m": Source("gpt-neo-8m", 170),
-    "stories-gptneo-125m": Source("gpt-neo-8m", 170, SIZE_125M, "by parameters"),
-    "stories-1m": Source("gpt-neo-8m", 170, 1.0, "as if it were GPT-Neo-8M"),
-    "stories": Source("gpt-neo-8m", 170, 1.0, "as if it were GPT-Neo-8M"),
+    "tinystories-gptneo-125m": Source("gpt-neo-125m", 1024),
+    "stories-gptneo-8m": Source("gpt-neo-8m", STORY),
+    "stories-gptneo-125m": Source("gpt-neo-125m", STORY),
+    "stories-1m": Source("gpt-neo-8m", STORY, 1.0, "as if it were GPT-Neo-8M"),
+    "stories": Source("gpt-neo-8m", STORY, 1.0, "as if it were GPT-Neo-8M"),
     "digits": Source("cnn-64", 1, 1.0, "as if it were the small CNN"),
 }
 UNKNOWN = Source("resnet-50", 1, 1.0, "not measured: as if it were ResNet-50")
