@@ -521,6 +521,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "link": link,
     "link-summary": link_summary,
     "link-bare": link_bare,
+    "peers-short": partial(peers, "short"),
     "peers-summary": partial(peers, "summary"),
     "peers-ratios": partial(peers, "ratio"),
     "peers-quality": partial(peers, "quality"),

@@ -1,6 +1,7 @@
 """Tables of what bench/peers.py found: steps, seconds and ratios, each with its interval."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -154,9 +155,18 @@ def report(record: dict) -> str:
     return "\n\n".join(parts)
 
 
-def summary_table(record: dict) -> str:
-    """The README's: seconds to target over each link."""
-    rates, names = list(record["pace"]), taking_part(record)
+# The README's rows: what a user would pick instead, and the best of ours.
+SHORT = ("ddp", "ddp-bf16", "post-local", "torchft", "diloco", "palsgd", "palsgd-int4")
+
+
+def short_table(record: dict) -> str:
+    return summary_table(record, SHORT)
+
+
+def summary_table(record: dict, wanted: Sequence[str] = tuple(CONTENDERS)) -> str:
+    """Seconds to target over each link."""
+    rates = list(record["pace"])
+    names = [name for name in taking_part(record) if name in wanted]
     rows = [
         [
             CONTENDERS[name].label,
