@@ -354,7 +354,10 @@ def test_what_each_worker_did_is_recorded_from_one_instant_on(two_processes):
             own = sorted((s["start_s"], s["end_s"]) for s in spans if s["worker"] == worker)
             assert 0 <= own[0][0] < own[-1][1]
             assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(own))
-            exchanged = [s for s in spans if s["worker"] == worker and s["kind"] == "sync"]
+            # On a busy machine an exchange may be all waiting: the other noted its arrival late.
+            exchanged = [
+                s for s in spans if s["worker"] == worker and s["kind"] in ("wait", "sync")
+            ]
             assert len(exchanged) >= syncs
 
 
