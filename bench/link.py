@@ -1,6 +1,6 @@
 """Every method over emulated links: the tables of `palsgd bench link` in bench/README.md.
 
-    sudo python bench/link.py --out bench/results/link-2cores.json    # about 40 minutes
+    sudo python bench/link.py --out bench/results/link-2cores.json    # about 90 minutes
     sudo python bench/link.py --only 100mbit none
     sudo python bench/link.py --ring 4200000     # only bare all-reduces of so many bytes
 
