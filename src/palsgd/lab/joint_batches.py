@@ -2,8 +2,7 @@
 
 One call for all workers takes a few operations on the device, one call for each takes K times as
 many, which for many workers is longer than a step. On a GPU the next batches are made by a thread
-while the device computes. Runs that read the same data share their batches: making those of 96 runs
-again and again takes ten times as long as a step.
+while the device computes. Runs that read the same data share their batches.
 """
 
 from collections import OrderedDict
