@@ -132,8 +132,8 @@ def vectorized_step(problem, workers, compiled=False, rounds=3, runs=1):
         sources = [Batches(problem.batches, k) for k in range(workers)]
         crew.append(Run(model, problem.loss, sources, problem.method, recorder))
     every = crew[0].opt.sync_every
-    engine = Vectorized(crew, compiled, steps=2 * every)
-    engine.choose_program(compile=False, against_loop=False)
+    engine = Vectorized(crew, steps=2 * every)
+    engine.choose_program(compile=compiled, against_loop=False)
     engine.advance()  # compiles, chooses algorithms
     if problem.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -27,7 +27,7 @@ def tuned(tiny: bool) -> list[Call]:
 
 
 def longest(tiny: bool) -> list[Call]:
-    """Four rounds of 1,024 steps. Local SGD is left out: it is behind at shorter intervals."""
+    """Four rounds of 1,024 steps. Local SGD, which has no outer step, is left out to save time."""
     methods = ("ddp", "diloco", "palsgd", "anchordecay")
     if tiny:
         size = SHORT | dict(sync_every=32, trials=2, seeds=2)

@@ -248,7 +248,7 @@ class Simulation:
             run = Run(model, self.loss, start.batches, start.method, start.recorder)
             made[run] = start
         engines = [
-            Vectorized(group, False, steps=self.steps, seed=made[group[0]].seed)
+            Vectorized(group, steps=self.steps, seed=made[group[0]].seed)
             for group in alike(list(made))
         ]
         for start in starts:

@@ -50,7 +50,6 @@ class StackedWorkers:
         workers: int,
         inner: StackedSGD | StackedAdam,
         group_of: list[int],
-        compiled: bool | str,
     ):
         """`names` are the trained parameters in `module`, `rows` their values in each run;
         `buffers` likewise by name. Everything else in the module is the same for all workers."""
@@ -71,7 +70,7 @@ class StackedWorkers:
         self._constant = {name: x.detach() for name, x in everything if name not in varied}
         self._columns: dict[tuple[float, ...], Tensor] = {}
         self.unfolded = 0  # the most channels of convolutions that are computed from patches
-        self.compile(compiled)
+        self.compile(False)
 
     @property
     def shared(self) -> bool:
@@ -183,7 +182,7 @@ class StackedWorkers:
         """Raise CannotVectorizeError if this model cannot be stacked; nothing changes."""
         try:
             with self._apart() as (pristine, buffers, constant):
-                self._try_all(batches)
+                self.gradients(list(range(self.count)), batches)
                 self._check_unchanged(pristine=pristine, constant=constant)
                 self.buffers = _clones(buffers)
                 self._compare_with_backward(batches[0], pristine=pristine)
@@ -195,7 +194,10 @@ class StackedWorkers:
         the one that trains, as for a copy of it torch would compile again."""
         before, self.buffers = self.buffers, _clones(self.buffers)
         try:
-            self._try_all(batches)
+            self.gradients(list(range(self.count)), batches)
+        except (RuntimeError, TypeError) as error:
+            log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
+            self.compile(False)
         finally:
             self.buffers = before
 
@@ -218,8 +220,8 @@ class StackedWorkers:
         tensors = [*self.params, *pytree.tree_leaves(batches[0])]
         shapes = str([(x.shape, x.dtype) for x in tensors if isinstance(x, Tensor)])
         products = str(getattr(torch.backends.cuda.matmul, "fp32_precision", None))
-        how = self.shared, *self.compiled.values(), str(self.device), products
-        return str(self._module), self._module.likeness, self.count, shapes, *how
+        how = self.count, self.shared, shapes, str(self.device), products
+        return str(self._module), self._module.likeness, *how
 
     def choose_convolutions(self, batches: list[Any]) -> float:
         """Time a gradient of all workers, with each way to compute convolutions, and keep the
@@ -264,17 +266,6 @@ class StackedWorkers:
             torch.cuda.empty_cache()
             return math.inf
         return min(found[2:])
-
-    def _try_all(self, batches: list[Any]) -> None:
-        everyone = list(range(self.count))
-        try:
-            self.gradients(everyone, batches)
-        except (RuntimeError, TypeError) as error:
-            if not any(self.compiled.values()):
-                raise
-            log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
-            self.compile(False)
-            self.gradients(everyone, batches)
 
     def _compare_with_backward(self, batch: Any, pristine: nn.Module) -> None:
         """Refuse a model whose stacked gradients differ from those of backward(). Reasons are a

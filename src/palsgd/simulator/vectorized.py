@@ -87,7 +87,7 @@ class Vectorized:
 
     name = "vectorized"
 
-    def __init__(self, runs: list[Run], compiled: bool | str, *, steps: int, seed: int = 0):
+    def __init__(self, runs: list[Run], *, steps: int, seed: int = 0):
         first = runs[0]
         inner, reason = stacked_optimizer(first.opt.inner, first.group_of)
         if inner is None:
@@ -101,7 +101,6 @@ class Vectorized:
             workers=self.workers,
             inner=inner,
             group_of=first.group_of,
-            compiled=compiled,
         )
         self.clock, self.steps, self._open = 0, steps, False
         self._rng, self._watch = seeded(seed, self.stack.device), Watch()
