@@ -16,6 +16,7 @@ import torch.distributed as dist
 import yaml
 
 from palsgd.lab import launcher, run_set, workloads
+from palsgd.lab.cli import output
 from palsgd.lab.methods import default_names
 from palsgd.lab.order import Job
 from palsgd.lab.report import find_runs, write_report
@@ -449,8 +450,14 @@ def test_under_torchrun_the_first_rank_alone_writes_the_collections_files(tmp_pa
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
-    said = torchrun("train", "digits", "--workers", 3, "--out", tmp_path)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path, monkeypatch, slow):
+    """Whichever process is slow: torchrun ends all as soon as one has ended, and the first must
+    have spoken by then."""
+    late = f"import os, time; time.sleep(4 * (os.environ.get('LOCAL_RANK') == '{slow}'))"
+    (tmp_path / "sitecustomize.py").write_text(late)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = torchrun("train", "digits", "--workers", 3, "--out", tmp_path / "run")
     assert said.code != 0
     (line,) = [line for line in said.err.splitlines() if line.startswith("palsgd: ")]
     assert line == (
@@ -458,6 +465,17 @@ def test_workers_that_do_not_match_torchrun_are_refused_in_one_line(tmp_path):
         "go on with whatever number there is"
     )
     assert "ValueError" not in said.err
+
+
+def test_a_fault_that_the_first_process_does_not_find_is_said_by_the_one_that_does(
+    monkeypatch, capsys
+):
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(output.time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit, match="2"):
+        output.fail("no such file", 2)
+    assert capsys.readouterr().err == "palsgd: no such file\n"
 
 
 def jobs_of_rank_0(lr):

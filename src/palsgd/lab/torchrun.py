@@ -17,3 +17,8 @@ def first_rank() -> bool:
     """Is this the process that writes and prints for all: rank 0 under torchrun, or the
     launcher?"""
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def first_of_machine() -> bool:
+    """Is this the process that speaks for all of its machine that torchrun has started?"""
+    return not under_torchrun() or os.environ.get("LOCAL_RANK", "0") == "0"
