@@ -1,12 +1,17 @@
 """Convolutions from patches beside torch's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
 
+from palsgd.simulator import stacked_convolutions
 from palsgd.simulator.stacked_convolutions import convolutions, unfold_convolutions, ways
 
+FROM_PATCHES = stacked_convolutions._from_patches
 SETTINGS = [
     dict(kernel_size=5, padding=2),
     dict(kernel_size=3, stride=2, padding=1),
@@ -49,7 +54,7 @@ def test_stacked_convolutions_from_patches_equal_those_of_one_worker_after_anoth
     weights = {n: torch.randn(*lead, *p.shape).double() for n, p in net.named_parameters()}
     want = gradients(net, weights, images, stacked=False, shared=shared)
     unfold_convolutions(net, channels)
-    patched = [each for each in net.modules() if "forward" in vars(each)]
+    patched = [m for m in net.modules() if getattr(m.forward, "func", None) is FROM_PATCHES]
     assert [each.in_channels for each in patched] == [n for n in (3, 4) if n <= channels]
     found = gradients(net, weights, images, stacked=True, shared=shared)
     torch.testing.assert_close(found, want)
@@ -64,11 +69,12 @@ def test_pictures_alone_and_all_convolutions_are_tried(sizes, found):
     assert ways(nn.Linear(3, 3)) == [0]
 
 
-def test_convolutions_that_are_put_back_are_torchs_own():
-    net = network(SETTINGS[0])
+def test_convolutions_that_are_put_back_compute_what_torchs_do_bit_for_bit():
+    net, x = network(SETTINGS[0]), torch.randn(2, 3, 8, 8)
+    want = net(x)
     unfold_convolutions(net, 99)
     unfold_convolutions(net, 0)
-    assert all("forward" not in vars(each) for each in net.modules())
+    assert torch.equal(net(x), want)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +96,49 @@ def test_under_autocast_patches_are_multiplied_in_low_precision():
         found = net(x)
     assert found.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(found, want, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("channels", [0, 99])
+def test_under_autocast_stacked_convolutions_equal_those_of_one_worker_after_another(channels):
+    torch.manual_seed(0)
+    net, images = network(SETTINGS[0]), torch.randn(3, 2, 3, 8, 8)
+    weights = {n: torch.randn(3, *p.shape) for n, p in net.named_parameters()}
+    seen = []
+    net[0].register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        want = gradients(net, weights, images, stacked=False)
+        unfold_convolutions(net, channels)
+        found = gradients(net, weights, images, stacked=True)
+    assert set(seen) == {torch.bfloat16}
+    for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(want), strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("settings", "larger"),
+    [
+        (dict(kernel_size=3, padding=1), 2 * 3 * 8 * 8 * 9),  # the patches
+        (dict(kernel_size=1, stride=2), 2 * 3 * 8 * 8),  # the images
+    ],
+)
+def test_what_has_more_elements_than_compiled_kernels_can_count_is_not_compiled(
+    monkeypatch, settings, larger
+):
+    asked = []
+
+    def fused(call, x, elements):
+        asked.append(elements)
+        return call
+
+    monkeypatch.setattr(stacked_convolutions, "_fused", fused)
+    net = nn.Conv2d(3, 4, **settings)
+    unfold_convolutions(net, 99)
+    net(torch.randn(2, 3, 8, 8, requires_grad=True)).sum().backward()
+    assert set(asked) == {larger}
+
+
+def test_beyond_their_count_kernels_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(stacked_convolutions, "_compiled", lambda call: None)
+    on_gpu = SimpleNamespace(is_cuda=True)
+    assert stacked_convolutions._fused(sum, on_gpu, 2**31 - 1) is None
+    assert stacked_convolutions._fused(sum, on_gpu, 2**31) is sum

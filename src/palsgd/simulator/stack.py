@@ -69,7 +69,7 @@ class StackedWorkers:
         everything = [*module.named_parameters(), *module.named_buffers()]
         self._constant = {name: x.detach() for name, x in everything if name not in varied}
         self._columns: dict[tuple[float, ...], Tensor] = {}
-        self.unfolded = 0  # the most channels of convolutions that are computed from patches
+        self.unfold(0)
         self.compile(False)
 
     @property
@@ -236,7 +236,7 @@ class StackedWorkers:
 
     def unfold(self, channels: int) -> None:
         """Compute convolutions of at most so many channels from patches."""
-        self.unfolded = channels
+        self.unfolded = channels  # 0: none
         unfold_convolutions(self._module, channels)
 
     def loop_seconds(self, batches: list[Any]) -> float:

@@ -7,7 +7,7 @@ places, times the images; whether that pays is found by trying (see stack.py).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -39,23 +39,34 @@ def ways(module: nn.Module) -> list[int]:
 
 
 def unfold_convolutions(module: nn.Module, channels: int) -> None:
-    """Let the convolutions of at most so many channels be computed from patches, the others as they
-    are by nature."""
-    for each in convolutions(module):
-        if each.in_channels <= channels:
-            each.forward = partial(_forward, each)  # type: ignore[method-assign]
-        else:
-            vars(each).pop("forward", None)
+    """Let the convolutions of at most so many channels be computed from patches, where they can be,
+    and the others by torch."""
+    possible = set(convolutions(module))
+    for each in module.modules():
+        if type(each) is nn.Conv2d:
+            small = each in possible and each.in_channels <= channels
+            way = _from_patches if small else _by_torch
+            each.forward = partial(way, each)  # type: ignore[method-assign]
 
 
-def _forward(self: nn.Conv2d, x: Tensor) -> Tensor:
-    weight, bias = self.weight, self.bias
-    device = x.device.type
-    if torch.is_autocast_enabled(device):  # as conv2d does
-        low = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
+def _from_patches(self: nn.Conv2d, x: Tensor) -> Tensor:
+    x, weight, bias = _cast(x, self.weight, self.bias)
     out, _ = _convolve(x[None], weight[None], list(self.stride), list(self.padding))
     return out[0] if bias is None else out[0] + bias[:, None, None]
+
+
+def _by_torch(self: nn.Conv2d, x: Tensor) -> Tensor:
+    return self._conv_forward(*_cast(x, self.weight, self.bias))
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As autocast does it for a convolution. Under vmap it does not: on a GPU it leaves the bias as
+    it is, which is refused, and on a CPU everything."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    low = torch.get_autocast_dtype(device)
+    return x.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
 # The operators have compiled parts, so they cannot run while a CUDA graph is recorded.
@@ -69,7 +80,8 @@ def _convolve(
     """x is [workers, images, channels, height, width], weight [workers, outputs, channels, kernel
     height, kernel width]. The patches, which the gradient needs, are the second result."""
     workers, outputs = weight.shape[:2]
-    patches, (images, height, width) = _fused(_patches, x)(x, weight, stride, padding)
+    elements = _elements(x.shape, weight.shape, stride, padding)
+    patches, (images, height, width) = _fused(_patches, x, elements)(x, weight, stride, padding)
     out = torch.bmm(weight.flatten(2), patches)
     out = out.view(workers, outputs, images, height, width).transpose(1, 2)
     return out.contiguous(), patches
@@ -92,6 +104,16 @@ def _patches(
     windows = _windows(x, weight, stride, padding)
     places = windows.shape[1], windows.shape[3], windows.shape[4]
     return windows.permute(0, 2, 5, 6, 1, 3, 4).reshape(len(x), -1, math.prod(places)), places
+
+
+def _elements(
+    shape: Sequence[int], kernel: Sequence[int], stride: list[int], padding: list[int]
+) -> int:
+    """Of the patches or of the padded images, whichever are more."""
+    *images, height, width = shape
+    high, wide = height + 2 * padding[0], width + 2 * padding[1]
+    rows, columns = (high - kernel[-2]) // stride[0] + 1, (wide - kernel[-1]) // stride[1] + 1
+    return math.prod(images) * max(high * wide, rows * columns * kernel[-2] * kernel[-1])
 
 
 def _windows(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
@@ -123,7 +145,8 @@ def _input_gradient(
         workers, channels, kernel_height, kernel_width, images, rows, columns
     )
     if stride == [1, 1]:
-        padded = _fused(_summed, d_out)(d_patches)
+        elements = _elements(shape, weight.shape, stride, padding)
+        padded = _fused(_summed, d_out, elements)(d_patches)
     else:
         padded = _added(d_patches, height + 2 * padding[0], width + 2 * padding[1], stride)
     inner = padded[..., padding[0] : padding[0] + height, padding[1] : padding[1] + width]
@@ -153,9 +176,12 @@ def _added(d_patches: Tensor, height: int, width: int, stride: list[int]) -> Ten
     return padded
 
 
-def _fused(call: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
-    """The call as one kernel, on a GPU."""
-    return _compiled(call) if x.is_cuda else call
+MOST = 2**31 - 1  # elements: compiled kernels count them in 32 bits, and read elsewhere beyond
+
+
+def _fused(call: Callable[..., Any], x: Tensor, elements: int) -> Callable[..., Any]:
+    """The call as one kernel, on a GPU, if that can count the elements of its larger side."""
+    return _compiled(call) if x.is_cuda and elements <= MOST else call
 
 
 @cache

@@ -134,7 +134,8 @@ def _plain(logits: Tensor, targets: Tensor, share: Tensor, words: int) -> tuple[
     return loss, d_logits.to(logits.dtype)
 
 
-_compiled = torch.compile(_plain)
+# One program for all sizes: torch gives up compiling after eight.
+_compiled = torch.compile(_plain, dynamic=True)
 
 
 def _gains_from_fusion(logits: Tensor) -> bool:
@@ -149,7 +150,8 @@ def _loss_and_gradient(
     if not _gains_from_fusion(logits):
         return _plain(logits, targets, share, words)
     try:
-        return _compiled(logits, targets, share, words)
+        with torch.autocast(logits.device.type, enabled=False):  # another program otherwise
+            return _compiled(logits, targets, share, words)
     except RuntimeError as error:
         log.warning("linear_cross_entropy: slower, as torch.compile says: %s", error)
         _compiled = _plain
