@@ -16,7 +16,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from palsgd.lab.provenance import checkout, without_folders
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SIZES = {  # positions, hidden size, layers, words
@@ -144,39 +145,15 @@ def provenance(device: str, *, tiny: bool) -> dict[str, Any]:
 
 @functools.cache  # at the start of a run: the record itself, once written, is a change as well
 def _code() -> dict[str, Any]:
-    """The commit, and whether the tracked files differ from it. On a machine that has the files
-    without their history, or with an older one, BENCH_COMMIT says which commit they are of."""
-    if "BENCH_COMMIT" in os.environ:
-        return {"commit": os.environ["BENCH_COMMIT"], "dirty": None}
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "-uno")
-    if commit is None:
-        return {"commit": "unknown", "dirty": None}
-    return {"commit": commit, "dirty": bool(changes)}
-
-
-def _git(*words: str) -> str | None:
-    """What git says about this repository, or None where it has nothing to say."""
-    command = ["git", "-C", str(REPOSITORY), *words]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    """The commit, and whether the tracked files differ from it."""
+    commit, dirty = checkout(REPOSITORY)
+    return {"commit": commit or "unknown", "dirty": dirty}
 
 
 def command_line() -> str:
     """This program's, as one would type it in the repository: a record names no folder of the
     machine it was made on, as that tells its reader nothing."""
-    return shlex.join(["python", *(_without_home(word) for word in sys.argv)])
-
-
-def _without_home(word: str) -> str:
-    path = Path(word)
-    if not path.is_absolute():
-        return word
-    path = path.resolve()
-    inside = path.is_relative_to(REPOSITORY)
-    return str(path.relative_to(REPOSITORY)) if inside else f".../{path.name}"
+    return shlex.join(["python", *(without_folders(word, REPOSITORY) for word in sys.argv)])
 
 
 def save(record: dict[str, Any], out: Path | None) -> None:

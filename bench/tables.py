@@ -18,15 +18,16 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import experiment_tables
+from markdown_table import markdown
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-EXPERIMENTS = HERE.parent / "lab" / "records"
-TUNED_DIGITS = HERE.parent / "src" / "palsgd" / "lab" / "workloads" / "tuned" / "digits.yaml"
 FILES = (
     "README.md",
     "bench/README.md",
@@ -43,7 +44,6 @@ NO_RECORD = "(There is no record yet.)"
 PEERS = "peers-2cores"  # the record of bench/peers.py
 
 Record = dict[str, Any]
-Row = Sequence[str]
 
 
 def record(name: str) -> Record:
@@ -51,11 +51,6 @@ def record(name: str) -> Record:
     if not path.is_file():
         raise SystemExit(f"there is no record {path.name} in bench/results, which a table is of")
     return json.loads(path.read_text())
-
-
-def markdown(columns: Row, rows: Sequence[Row]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (columns, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 
 
 def ratio(value: float, digits: int = 2) -> str:
@@ -317,7 +312,7 @@ def link_summary() -> str:
          *(ratio(each["methods"][name]["speedup_over_ddp"]) for name in methods))
         for each in cases
     ]  # fmt: skip
-    return markdown(("links", *titles(methods)), rows)
+    return markdown(("links", *experiment_tables.titles(methods)), rows)
 
 
 def link_bare() -> str:
@@ -433,74 +428,6 @@ def checkpoint(name: str) -> str:
     return f"{place(found)}, tensors of {found['model']}, {size}\n\n{markdown(columns, rows)}"
 
 
-# -- experiments of lab/LOG.md ---------------------------------------------------------------------
-
-
-def experiment(name: str) -> Record:
-    return json.loads((EXPERIMENTS / name / "summary.json").read_text())
-
-
-def titles(methods: Iterable[str]) -> list[str]:
-    """The names that pages use."""
-    from palsgd import registry
-
-    return [registry.row(method).title for method in methods]
-
-
-def tuned_digits() -> str:
-    import yaml
-
-    found = yaml.safe_load(TUNED_DIGITS.read_text())["methods"]
-    losses = {name: each["loss"] for name, each in found.items()}
-    ddp = losses["ddp"]["value"]
-    rows = [
-        (title, "{value:.4f} [{low:.4f}, {high:.4f}]".format(**loss), f"{loss['deviation']:.1%}",
-         "" if loss["value"] == ddp else f"{loss['value'] / ddp - 1:+.0%}")
-        for title, loss in zip(titles(losses), losses.values(), strict=True)
-    ]  # fmt: skip
-    columns = ("method", "loss, 95% interval", "deviation of seeds", "over DDP")
-    return markdown(columns, rows)
-
-
-def stories_run() -> str:
-    found = experiment("2026-11-15-stories")
-    methods = [name for name in found if "final_loss" in found[name]]
-    rows = [
-        (title, f"{run['final_loss']:.3f}", f"{run['gradient_steps']}", f"{run['wall_s']:.0f}",
-         f"{run['bytes_sent'] / 1e6:.0f} MB")
-        for title, run in zip(titles(methods), (found[name] for name in methods), strict=True)
-    ]  # fmt: skip
-    columns = ("method", "final loss", "gradients", "seconds over loopback", "sent by each worker")
-    return markdown(columns, rows)
-
-
-def small_cnn() -> str:
-    found = experiment("2026-11-15-small-cnn")["rows"]
-    methods = list(dict.fromkeys(row["method"] for row in found))
-    rows = []
-    for workers in sorted({row["workers"] for row in found}):
-        runs = {row["method"]: row for row in found if row["workers"] == workers}
-        accuracies = [f"{runs[name]['accuracy']:.1%}" for name in methods]
-        share = runs["palsgd"]["gradient_steps"] / runs["ddp"]["gradient_steps"]
-        rows.append((str(workers), str(runs["ddp"]["steps"]), *accuracies, f"{share:.0%}"))
-    columns = ("workers", "steps", *titles(methods), "PALSGD's gradients over DDP's")
-    return markdown(columns, rows)
-
-
-def chaos() -> str:
-    shown = {
-        "injected": "injected",
-        "survived": "went on to the twin's weights",
-        "clean error": "ended in clear words, resumed to the twin's weights",
-        "steps lost": "steps lost",
-        "hang": "hangs",
-        "wrong weights": "other weights",
-        "unclean error": "unclean",
-    }
-    tallies = [run["tally"] for run in experiment("2026-11-16-chaos")["runs"]]
-    return markdown([*shown.values()], [[str(tally[name]) for name in shown] for tally in tallies])
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "step-summary": step_summary,
     "step-gpu": step_gpu,
@@ -534,10 +461,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint": partial(checkpoint, "checkpoint-2cores"),
     "memory-gpu": partial(memory, "memory-h200"),
     "memory-cpu": partial(memory, "memory-2cores"),
-    "tuned-digits": tuned_digits,
-    "stories-run": stories_run,
-    "small-cnn": small_cnn,
-    "chaos": chaos,
+    **experiment_tables.TABLES,
 }
 
 

@@ -1,8 +1,11 @@
-"""Runs that a study asks of palsgd's lab: a search for settings, a comparison, a sweep.
+"""Runs that a study asks of palsgd's lab: a search for settings, a comparison, a sweep; grid.py has
+one more.
 
 A call says what it will run before it does so, from the lists that the lab itself makes of it.
 """
 
+import hashlib
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,14 +18,15 @@ from palsgd.lab import workloads
 from palsgd.lab.methods import runs_of, whole_names
 from palsgd.lab.run_list import NO_TUNING, compared_runs, with_seeds
 from palsgd.lab.run_set import grid_of
-from palsgd.lab.settings import Settings
+from palsgd.lab.settings import Settings, with_alternatives
 from palsgd.lab.tuning.halving import FINALISTS, rungs
+from palsgd.lab.tuning.tuned_file import read_tuned
 
 Options = dict[str, Any]  # as palsgd.lab.compare takes them
 ACCURACY = {"target_on": "metric"}  # what methods of pictures are judged by
 # Without the one that accumulates a round's gradients: its batch of long texts fits no memory.
 OF_TEXTS = ("no-pull", "same-settings", "raised-lr", "equal-gradients")
-_LENGTHS = ("steps", "epochs", "whole_rounds")
+LENGTHS = ("steps", "epochs", "whole_rounds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,10 @@ class Call(ABC):
     def do(self, runs: Path, tuning: Path, options: Options) -> None:
         """Run what is not done yet. `runs` and `tuning` are the part's folders of runs that are
         judged and of trials that only choose settings."""
+
+    def judged(self, runs: Path, tuning: Path) -> Path | None:
+        """The folder of its runs that are judged; None: it has none."""
+        return runs / self.name
 
     def shortened(self, share: float) -> Self:
         """The same with runs of a share of their length, warm-ups included."""
@@ -70,6 +78,9 @@ class Tune(Call):
     methods: Sequence[str]
     trials: int
 
+    def judged(self, runs: Path, tuning: Path) -> None:
+        return None
+
     def stages(self) -> list[list[Settings]]:
         base = workloads.recipe(self.recipe).changed({**self.settings, "split": "choose"})
         first, *second = rungs(self.trials, self.seeds)
@@ -93,7 +104,22 @@ class Compare(Call):
 
     methods: Sequence[str]
     controls: bool | Sequence[str] = False
-    tuned_by: str | None = None  # the name of a Tune of the same part
+    tuned_by: str | None = None  # the name of a Tune or Grid of the same part
+
+    def judged(self, runs: Path, tuning: Path) -> Path | None:
+        """With settings that a search chose, a folder that is named after them: a search that goes
+        on may choose others, and runs of the old ones are not judged then."""
+        if self.tuned_by is None:
+            return runs / self.name
+        path = tuning_file(tuning, self.tuned_by)
+        if not path.exists():
+            return None
+        chosen = {
+            name: {key: value for key, value in own["settings"].items() if key not in LENGTHS}
+            for name, own in read_tuned(path)["methods"].items()
+        }
+        digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+        return runs / f"{self.name}-{digest[:8]}"
 
     def stages(self) -> list[list[Settings]]:
         base = workloads.recipe(self.recipe).changed(self.settings)
@@ -107,11 +133,16 @@ class Compare(Call):
         settings, tuned = dict(self.settings), NO_TUNING
         if self.tuned_by is not None:
             tuned = str(tuning_file(tuning, self.tuned_by))
-            # The search has them for each method, so that all compute equally many gradients.
-            settings = {key: value for key, value in settings.items() if key not in _LENGTHS}
+            chosen = read_tuned(tuned)["methods"].values()
+            searched = {key for own in chosen for key in own["settings"]}
+            # A search has them for each method, and gives all equally many gradients.
+            for key in searched.intersection(LENGTHS):
+                settings.pop(key, None)
+            if kept := sorted(searched & with_alternatives(settings)):
+                raise ValueError(f"{self.name} was tuned in {', '.join(kept)}, and also gives it")
         palsgd.lab.compare(
             self.recipe, self.methods, seeds=self.seeds, controls=self.controls, tuned=tuned,
-            out=runs / self.name, options=self.how(options), **settings,
+            out=self.judged(runs, tuning), options=self.how(options), **settings,
         )  # fmt: skip
 
 

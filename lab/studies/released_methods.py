@@ -22,6 +22,7 @@ from palsgd.method import Rate, Rates
 from palsgd.methods.palsgd import PALSGDMethod, collapsed, weakened
 from palsgd.tensors import WorkerTensors, highest, lowest, mix_
 
+FIRST_TENSOR, PRINTED = "released_methods:ReleasedCode", "released_methods:AsPrinted"
 RELEASED = {"draws": "shared", "discard_batches": True}
 
 

@@ -16,15 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calls import Call
+from calls import Call, tuning_file
 from estimates import NOTHING, Estimate, estimate, reasons
+from grid import Grid
 
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
+from palsgd.lab.provenance import without_folders
 from palsgd.lab.run_folder import find_runs
+from palsgd.lab.run_set import FailedRunsError
 from palsgd.lab.simulated_program import OutOfTimeError
+from palsgd.lab.tuning.api import runs_beside
 
 RUNS = Path("runs") / "studies"
+FAILED = "failed.txt"
 
 
 @dataclass(frozen=True)
@@ -67,19 +72,46 @@ class Place:
     def tuning(self, part: Part) -> Path:
         return self.folder / "tuning" / part.name
 
+    def judged(self, part: Part) -> list[Path]:
+        """The folders of runs that are judged, as far as they are there."""
+        found = [call.judged(self.runs(part), self.tuning(part)) for call in part.calls]
+        return [folder for folder in found if folder is not None and folder.exists()]
+
     def comparison(self, part: Part, link: str | None = None) -> Comparison | None:
         """Of the runs that are there; None: none is."""
-        if not any(self.runs(part).rglob("metrics.jsonl")):
-            return None
-        return Comparison(group(find_runs([self.runs(part)])), link)
+        folders = [each for each in self.judged(part) if any(each.rglob("metrics.jsonl"))]
+        return Comparison(group(find_runs(folders)), link) if folders else None
+
+    def grids(self, part: Part) -> dict[str, Comparison]:
+        """The runs of each grid of a part, which chooses settings."""
+        folders = {call.name: runs_beside(tuning_file(self.tuning(part), call.name))
+                   for call in part.calls if isinstance(call, Grid)}  # fmt: skip
+        return {name: Comparison(group(find_runs([folder]))) for name, folder in folders.items()
+                if any(folder.rglob("metrics.jsonl"))}  # fmt: skip
+
+    def ended(self, part: Part) -> list[Path]:
+        """The folders of the runs of a part that have ended, trials included."""
+        configs = [path for place in (*self.judged(part), self.tuning(part))
+                   for path in place.rglob("config.yaml")]  # fmt: skip
+        names = ("summary.json", FAILED)
+        return sorted(
+            path.parent for path in configs if any((path.parent / name).exists() for name in names)
+        )
 
     def done(self, part: Part) -> int:
-        """How many runs of a part have ended, trials included."""
-        names = ("summary.json", "failed.txt")
-        places = [self.runs(part), self.tuning(part)]
-        ended = {path.parent for place in places for name in names for path in place.rglob(name)
-                 if (path.parent / "config.yaml").exists()}  # fmt: skip
-        return len(ended)
+        return len(self.ended(part))
+
+    def failed(self, part: Part) -> list[str]:
+        """The names of those that ended early."""
+        return [each.name for each in self.ended(part) if (each / FAILED).exists()]
+
+    def small_files(self, part: Part) -> list[Path]:
+        """Those of runs that have ended and of searches: all but models and what is under way."""
+        names = ("config.yaml", "metrics.jsonl", "summary.json", FAILED)
+        files = [each / name for each in self.ended(part) for name in names]
+        return sorted(
+            [*(each for each in files if each.exists()), *self.tuning(part).rglob("tuned.yaml")]
+        )
 
 
 def chosen_parts(study: Study, args: argparse.Namespace) -> list[Part]:
@@ -132,9 +164,12 @@ def run(parts: Sequence[Part], place: Place, args: argparse.Namespace) -> None:
     options = {"data": args.data, "device": args.device, "until": until, "quiet": args.quiet}
     try:
         for part in parts:
-            for call in part.calls:
+            for call in (each for each in part.calls if not args.call or each.name in args.call):
                 print(f"{part.name}: {type(call).__name__.lower()} {call.name}", flush=True)
-                call.do(place.runs(part), place.tuning(part), options)
+                try:
+                    call.do(place.runs(part), place.tuning(part), options)
+                except FailedRunsError as error:  # a result too, which the record counts
+                    print(f"{part.name}: {error}", flush=True)
     except OutOfTimeError:
         print("the time is over; the same command goes on")
 
@@ -144,6 +179,7 @@ def parser(study: Study) -> argparse.ArgumentParser:
     add = found.add_argument
     add("--plan", action="store_true", help="print runs and GPU minutes, and do nothing")
     add("--part", action="append", help="this part alone; may be given several times")
+    add("--call", action="append", help="runs of this name alone, such as K4, without a record")
     add("--tiny", action="store_true", help="the smallest version: a CPU, data that come along")
     add("--length", type=float, default=1.0, help="share of the length of all runs")
     add("--minutes", type=float, help="end after so long, at a checkpoint")
@@ -151,6 +187,7 @@ def parser(study: Study) -> argparse.ArgumentParser:
     add("--device", default="auto")
     add("--out", type=Path, help=f"folder of the runs; default: {RUNS}/NAME")
     add("--record", type=Path, help="write what is there so far into this folder")
+    add("--without-runs", action="store_true", help="a record of runs that are easily made again")
     add("--quiet", action="store_true", help="no progress bars")
     return found
 
@@ -158,6 +195,8 @@ def parser(study: Study) -> argparse.ArgumentParser:
 def checked(args: argparse.Namespace) -> argparse.Namespace:
     if not 0 < args.length <= 1:
         raise ValueError(f"--length {args.length:g} must be above 0 and at most 1")
+    if args.call and args.record:
+        raise ValueError("--call runs a share of a part, and --record is of whole ones; give one")
     if args.minutes is not None and not 0 <= args.minutes < float("inf"):
         raise ValueError(f"--minutes {args.minutes:g} must be a number >= 0")
     return args
@@ -171,16 +210,24 @@ def place_of(study: Study, args: argparse.Namespace) -> Place:
 
 def main(study: Study, words: Sequence[str] | None = None) -> int:
     args = parser(study).parse_args(words)
+    if words is None:  # runs name their command, and a record names no folder of a machine
+        sys.argv[:] = [without_folders(word, Path(__file__).parents[2]) for word in sys.argv]
     try:
         args = checked(args)
         parts, place = chosen_parts(study, args), place_of(study, args)
         print(plan(study, parts, place, args.tiny), flush=True)
         if args.plan:
             return 0
-        run(parts, place, args)
-        if args.record is not None:
-            from recording import write_record
+        if args.record is None:
+            run(parts, place, args)
+            return 0
+        from recording import check_record, unpack_runs, write_record
 
+        check_record(study, parts, args)
+        unpack_runs(args.record, place)
+        try:
+            run(parts, place, args)
+        finally:  # what was run before an error is not lost
             write_record(study, parts, place, args)
     except ValueError as error:
         print(f"{study.name}: {error}", file=sys.stderr)

@@ -1,75 +1,90 @@
 """When does it pay? What skipping gradients and pulling to the anchor add to DiLoCo, over H, p,
-pull, learning rate and outer step; and how much room each method leaves for its settings."""
+pull, learning rate and outer step; and how much room each method leaves for its settings.
+
+Two tasks: endless stories with a GPT-Neo of a million weights, and handwritten digits, which a CPU
+does in minutes. `vision` asks the same of pictures in colour.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from calls import ACCURACY, OF_TEXTS, Call, Sweep, tuned_comparison
+from grid import grid_comparison
 from readings import along, ends
 from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 CONTROLS = ("palsgd-no-pull", "diloco-equal-gradients", "diloco-same-settings", "diloco-raised-lr")
-# The warm-up lasts until DDP has found the rules of the grammar, as seeds end apart otherwise. Then
-# come 2,048 steps: whole rounds of every H. A step of all workers has 64 stories.
-LONG = {"workers": 8, "batch_size": 8, "warmup_steps": 420, "steps": 420 + 2048}
-SHORT = {"workers": 2, "warmup_steps": 0, "steps": 32, "batch_size": 4, "evaluate_every": 16}
+P, PULL = 0.125, 0.5  # a mixing step in eight, and half of the way back in a round
+OUTER = {"outer_lr": (0.4, 0.8), "outer_momentum": (0.5, 0.9)}  # 0.4 with 0.9 moves 4 times as far
 
 
-def tuned(tiny: bool) -> list[Call]:
-    size = (
-        SHORT | dict(trials=2, seeds=2) if tiny else LONG | dict(trials=8, tuning_seeds=2, seeds=6)
-    )
-    found = []
-    for h in (4, 16) if tiny else (16, 64, 256):
-        found += tuned_comparison(
-            f"H{h}", "stories" if tiny else "stories-1m", METHODS, controls=OF_TEXTS,
-            sync_every=h, **size,
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A workload, its length, and how many seeds it takes."""
+
+    recipe: str
+    size: dict[str, Any]
+    intervals: dict[str, int]  # H by the name of its part: those of 64, 16 and 4 rounds
+    map: str  # the name of the part that maps p and pull
+    rates: tuple[float, ...]
+    tried: int  # seeds of each point of a grid
+    seeds: int  # of the comparison at the best points
+    mapped: int  # of each point of the map of p and pull
+    usual: dict[str, Any] = field(default_factory=dict)  # in the map, where the recipe has others
+
+    def parts(self) -> list[Part]:
+        return [
+            *(Part(name, f"Each method at its best, H = {h}: what do skipping and pulling add?",
+                   self.tuned(h)) for name, h in self.intervals.items()),
+            Part(self.map, "How strong should the pull be, and how often, at each H?",
+                 self.strength()),
+        ]  # fmt: skip
+
+    def tuned(self, h: int) -> list[Call]:
+        """A grid for each method, and then fresh seeds at the best of it."""
+        rates = {"lr": self.rates}
+        mixed = rates | OUTER | {"mix_prob": (P,)}
+        methods = {"ddp": rates, "localsgd": rates, "diloco": rates | OUTER,
+                   "palsgd": mixed | {"pull": (PULL,)}, "anchordecay": rates | OUTER}  # fmt: skip
+        return grid_comparison(
+            f"H{h}", self.recipe, methods,
+            beside={"palsgd-no-pull": mixed | {"method": ("palsgd",), "pull": (0.0,)}},
+            tried=self.tried, seeds=self.seeds, controls=OF_TEXTS, sync_every=h, **self.size,
         )  # fmt: skip
-    return found
+
+    def strength(self) -> list[Call]:
+        """p and pull at one learning rate and outer step, over H."""
+        every = {"sync_every": list(self.intervals.values())}
+        grid = every | {"mix_prob": (0.05, 0.1, 0.25), "pull": (0.0, 0.25, 0.5, 0.75)}
+        plain = every | {"method": ["diloco"]}
+        size, common = self.size | self.usual, dict(recipe=self.recipe, seeds=self.mapped)
+        return [
+            Sweep(name="palsgd", settings=size | grid, **common),  # type: ignore[arg-type]
+            Sweep(name="diloco", settings=size | plain, **common),  # type: ignore[arg-type]
+        ]
 
 
-def longest(tiny: bool) -> list[Call]:
-    """Four rounds of 1,024 steps. Local SGD, which has no outer step, is left out to save time."""
-    methods = ("ddp", "diloco", "palsgd", "anchordecay")
-    if tiny:
-        size = SHORT | dict(sync_every=32, trials=2, seeds=2)
-    else:
-        size = LONG | dict(sync_every=1024, steps=420 + 4096, trials=6, tuning_seeds=2, seeds=4)
-    recipe = "stories" if tiny else "stories-1m"
-    return tuned_comparison("H1024", recipe, methods, controls=OF_TEXTS, **size)
-
-
-def strength(tiny: bool) -> list[Call]:
-    """p and pull at one learning rate and outer step, over H."""
-    recipe, size = ("stories", SHORT) if tiny else ("stories-1m", LONG)
-    grid: dict[str, object] = dict(
-        sync_every=[4, 16] if tiny else [16, 64, 256],
-        mix_prob=[0.125, 0.25] if tiny else [0.05, 0.1, 0.25],
-        pull=[0.0, 0.5] if tiny else [0.0, 0.25, 0.5, 0.75],
-    )
-    seeds = 1 if tiny else 3
-    plain = {"sync_every": grid["sync_every"], "method": ["diloco"]}
-    return [
-        Sweep(name="palsgd", recipe=recipe, settings=size | grid, seeds=seeds),
-        Sweep(name="diloco", recipe=recipe, settings=size | plain, seeds=seeds),
-    ]
-
-
-def room(tiny: bool) -> list[Call]:
-    """A grid of learning rates and outer steps, over H: which of its points still train?"""
-    recipe, size = ("stories", SHORT) if tiny else ("stories-1m", LONG)
-    grid: dict[str, object] = dict(
-        sync_every=[4, 16] if tiny else [16, 64, 256],
-        lr=[3e-3, 1e-2] if tiny else [5e-4, 1e-3, 2e-3, 4e-3],
-        outer_lr=[0.7] if tiny else [0.4, 1.0],
-        outer_momentum=[0.0, 0.9] if tiny else [0.0, 0.5, 0.9],
-    )
-    without = {key: value for key, value in grid.items() if not key.startswith("outer")}
-    common = dict(recipe=recipe, seeds=1)
-    return [
-        Sweep(name="diloco", settings=size | grid | {"method": ["diloco"]}, **common),
-        Sweep(name="palsgd", settings=size | grid | {"pull": [0.0, 0.5]}, **common),
-        Sweep(name="anchordecay", settings=size | grid | {"method": ["anchordecay"]}, **common),
-        Sweep(name="localsgd", settings=size | without | {"method": ["localsgd"]}, **common),
-    ]
+# After 64 steps of warm-up DDP has twice the least loss. A step of all workers has 32 stories.
+# Longer runs end at the least loss, whatever the method, and would tell nothing.
+STORIES = Task(
+    recipe="stories-1m", intervals={"H16": 16, "H64": 64, "H256": 256}, map="strength",
+    rates=(5e-4, 1e-3, 2e-3, 4e-3),
+    size={"workers": 8, "batch_size": 4, "warmup_steps": 64, "steps": 64 + 1024,
+          "precision": "bf16"},
+    tried=3, seeds=6, mapped=3,
+)  # fmt: skip
+DIGITS = Task(
+    recipe="digits", intervals={"digits-H8": 8, "digits-H32": 32, "digits-H128": 128},
+    map="digits-strength", rates=(3e-3, 1e-2, 3e-2, 1e-1),
+    size={"workers": 8, "batch_size": 16, "warmup_steps": 32, "steps": 32 + 512,
+          "schedule": "cosine", "weight_decay": 0.1},
+    usual={"lr": 1e-2, "outer_lr": 0.7, "outer_momentum": 0.5},
+    tried=2, seeds=12, mapped=12,
+)  # fmt: skip
+LONGEST = replace(
+    STORIES, intervals={"H1024": 1024}, size=STORIES.size | {"steps": 64 + 4 * 1024}, tried=1
+)
 
 
 def vision(tiny: bool) -> list[Call]:
@@ -83,31 +98,34 @@ def vision(tiny: bool) -> list[Call]:
     return found
 
 
+def tiny_task(task: Task) -> Task:
+    """The same parts with a few steps of the smallest workloads."""
+    size = {"workers": 2, "warmup_steps": 0, "steps": 16, "batch_size": 4, "evaluate_every": 16}
+    recipe = "digits" if task is DIGITS else "stories"
+    intervals = {name: 2 ** (i + 1) for i, name in enumerate(task.intervals)}
+    return replace(task, recipe=recipe, size=size, intervals=intervals, rates=(1e-3, 3e-3), tried=1,
+                   seeds=2, mapped=1)  # fmt: skip
+
+
 def parts(tiny: bool) -> list[Part]:
+    stories, digits, longest = (tiny_task(each) if tiny else each
+                                for each in (STORIES, DIGITS, LONGEST))  # fmt: skip
     return [
-        Part("tuned", "Each method at its best: what do skipping and pulling add to DiLoCo?",
-             tuned(tiny)),
-        Part("longest", "The same with 1,024 steps between two syncs", longest(tiny)),
-        Part("strength", "How strong should the pull be, and how often, at each H?",
-             strength(tiny)),
-        Part("room", "Which share of a grid of settings still trains, for each method?",
-             room(tiny)),
-        Part("vision", "The same question on pictures", vision(tiny)),
-    ]  # fmt: skip
+        *stories.parts(),
+        *digits.parts(),
+        longest.parts()[0],
+        Part("vision", "The same question on pictures in colour", vision(tiny)),
+    ]
 
 
 STUDY = Study(
     name="when_it_pays",
-    title="When does it pay? Endless stories, 1 M GPT-Neo, K = 8; and the small CNN",
+    title="When does it pay? Endless stories, 1 M GPT-Neo, K = 8; digits; and the small CNN",
     parts=parts,
     claims=[
         Claim("p of about 0.05 is best, p >= 0.25 trains faster but worse", "strength",
               along("mix_prob", "palsgd")),
-        Claim("the advantage over DiLoCo is stable convergence", "room",
-              along("sync_every", "diloco", "palsgd", "anchordecay", "localsgd")),
-        Claim("none: what skipping and pulling are worth", "tuned", ends(*METHODS, *CONTROLS)),
-        Claim("none: the same at H = 1024", "longest", ends(*METHODS, *CONTROLS)),
-        Claim("none: the same on pictures", "vision", ends(*METHODS, *CONTROLS)),
+        Claim("none: what skipping and pulling are worth", "H64", ends(*METHODS, *CONTROLS)),
     ],
     # A gradient step of 50 ms is assumed.
     links=("100mbit,10ms,step=50ms", "1gbit,1ms,step=50ms"),

@@ -10,7 +10,8 @@ import pytest
 from support.commands import ran
 from support.places import BENCH
 
-NOT_BENCHMARKS = ("common", "tables")  # what the scripts share; test_tables.py is about the other
+# What the scripts share, and tables, which test_tables.py is about.
+NOT_BENCHMARKS = ("common", "tables", "experiment_tables", "markdown_table")
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
 

@@ -41,6 +41,14 @@ def test_a_checkout_has_its_commit_and_is_dirty_once_a_tracked_file_changes(repo
 
 
 @needs_git
+def test_files_without_their_history_are_of_the_commit_that_the_environment_names(
+    repository, monkeypatch
+):
+    monkeypatch.setenv("PALSGD_COMMIT", "0123abc")
+    assert checkout(repository) == ("0123abc", None)
+
+
+@needs_git
 def test_a_package_that_lies_untracked_in_anothers_checkout_has_no_commit(repository):
     (repository / "venv").mkdir()
     (repository / "venv" / "installed.py").write_text("1\n")

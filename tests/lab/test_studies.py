@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from importlib import import_module
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ import yaml
 
 from palsgd.lab import simulated_program, workloads
 from palsgd.lab.api import compare
-from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.comparison import Comparison
+from palsgd.lab.groups import group
+from palsgd.lab.run_folder import RunFolder, find_runs
 from palsgd.lab.simulated_program import OutOfTimeError
 from support.commands import lines, ran
 from support.places import STUDIES
@@ -86,13 +89,140 @@ def test_a_search_chooses_the_settings_that_are_compared_and_nothing_is_run_twic
     modules("recording").keep_tuned(part, place, tmp_path / "kept")
     chosen = yaml.safe_load((tmp_path / "kept" / "point.yaml").read_text())["methods"]
     for method in ("ddp", "palsgd"):
-        config = RunFolder(place.runs(part) / "point" / f"{method},seed=2024").config()
+        config = RunFolder(place.judged(part)[0] / f"{method},seed=2024").config()
         assert config["lr"] == chosen[method]["settings"]["lr"]
         assert config["tuned"].startswith("tuned.yaml")
     before = {path: path.stat().st_mtime_ns for path in place.folder.rglob("metrics.jsonl")}
     assert command.main(study, ["--quiet", "--out", str(place.folder)]) == 0
     after = {path: path.stat().st_mtime_ns for path in place.folder.rglob("metrics.jsonl")}
     assert after == before
+
+
+def small_grid(modules, tried=2, **more):
+    rates = {"lr": (1e-3, 1e-2)}
+    steps = rates | {"outer_lr": (0.4, 0.8)}
+    return modules("grid").grid_comparison(
+        "point", "digits", {"ddp": rates, "diloco": rates, "palsgd": steps}, tried=tried, seeds=2,
+        beside={"palsgd-no-pull": rates | {"method": ("palsgd",), "pull": (0.0,)}},
+        workers=2, steps=16, batch_size=4, sync_every=8, warmup_steps=0, **more,
+    )  # fmt: skip
+
+
+def small_grid_study(modules, **more):
+    study = modules("study")
+    parts = [study.Part("only", "Does it run?", small_grid(modules, **more))]
+    return parts[0], study.Study("small", "A small study", lambda tiny: parts, [])
+
+
+def test_all_methods_of_a_grid_have_as_many_runs_and_seeds_that_no_comparison_has(modules):
+    grid, comparison = small_grid(modules)
+    runs = grid.stages()[0]
+    assert len(runs) == 4 * 8
+    assert [run.method for run in runs].count("ddp") == 8
+    assert {run.split for run in runs} == {"choose"}
+    judged = {run.seed for run in comparison.stages()[0]}
+    assert not judged & {run.seed for run in runs}
+
+
+def written(place):
+    return {path: path.stat().st_mtime_ns for path in place.folder.rglob("metrics.jsonl")}
+
+
+@pytest.mark.slow
+def test_the_best_point_of_a_grid_is_compared_and_a_study_goes_on_from_its_record(
+    modules, tmp_path
+):
+    main, record = modules("study").main, tmp_path / "record"
+    part, own = small_grid_study(modules)
+    place = modules("study").Place(tmp_path / "out")
+    words = ["--quiet", "--out", str(place.folder), "--record", str(record)]
+    assert main(own, words) == 0
+    ended = {}
+    for folder in (place.tuning(part) / "point" / "tuned-runs").glob("palsgd,*"):
+        config, summary = RunFolder(folder).config(), RunFolder(folder).summary()
+        point = config["lr"], config["outer_lr"]
+        ended.setdefault(point, []).append(summary["final_loss"])
+    assert {len(losses) for losses in ended.values()} == {2}
+    best = min(ended, key=lambda point: mean(ended[point]) + stdev(ended[point]))
+    chosen = yaml.safe_load((record / "only" / "point.yaml").read_text())["methods"]["palsgd"]
+    assert (chosen["settings"]["lr"], chosen["settings"]["outer_lr"]) == best
+    (judged,) = place.judged(part)
+    config = RunFolder(judged / "palsgd,seed=2024").config()
+    assert (config["lr"], config["outer_lr"]) == best
+    before = json.loads((record / "summary.json").read_text())["parts"]["only"]
+    kept = before["grids"]["point"]
+    palsgd = [sorted(found) for name, found in kept["ends"].items() if name.startswith("palsgd ")]
+    assert sorted(palsgd) == sorted(map(sorted, ended.values()))
+    # elsewhere the study goes on from its record, and has nothing to do
+    shutil.rmtree(place.folder)
+    assert main(own, [*words, "--minutes", "0"]) == 0
+    unpacked = written(place)
+    assert len(unpacked) == part.estimate().runs
+    assert main(own, words) == 0
+    assert written(place) == unpacked
+    after = json.loads((record / "summary.json").read_text())["parts"]["only"]
+    assert json.dumps(after) == json.dumps(before)
+
+
+@pytest.mark.slow
+def test_a_grid_that_chooses_others_after_more_seeds_has_its_comparison_run_anew(modules, tmp_path):
+    part, own = small_grid_study(modules, tried=1)
+    place, main = modules("study").Place(tmp_path / "out"), modules("study").main
+    assert main(own, ["--quiet", "--out", str(place.folder)]) == 0
+    (first,) = place.judged(part)
+    path = modules("calls").tuning_file(place.tuning(part), "point")
+    found = yaml.safe_load(path.read_text())
+    found["methods"]["ddp"]["settings"]["lr"] = 0.02
+    modules("grid").write_tuned(path, {k: v for k, v in found.items() if k != "schema"})
+    assert place.judged(part) == []
+    part.calls[1].do(place.runs(part), place.tuning(part), {"quiet": True})
+    (second,) = place.judged(part)
+    assert second != first
+    assert RunFolder(second / "ddp,seed=2023").config()["lr"] == 0.02
+    assert place.done(part) == part.estimate().runs
+
+
+def test_a_grid_in_which_no_point_of_a_method_ends_well_chooses_nothing(modules, tmp_path):
+    grid, _ = small_grid(modules)
+    with pytest.raises(ValueError, match=r"no point of ddp in .* ends well; try gentler settings"):
+        grid._chosen("ddp", tmp_path)
+
+
+def test_above_the_plain_method_is_what_has_the_same_number_of_workers(modules, tmp_path):
+    for workers in (2, 4):
+        settings = {**RUNS, "steps": 16, "workers": workers}
+        compare("digits", ["diloco", "palsgd"], out=tmp_path / str(workers), seeds=2, **settings)
+    found = Comparison(group(find_runs([tmp_path])))
+    for each in found.groups:
+        twin = modules("recording")._plain_twin(found, each)
+        if each.method == "diloco":
+            assert twin is None
+        else:
+            assert (twin.method, twin.settings["workers"]) == ("diloco", each.settings["workers"])
+
+
+def test_a_record_of_more_parts_or_of_another_study_is_not_written_over(modules, tmp_path):
+    part, own = small_grid_study(modules)
+    args = SimpleNamespace(record=tmp_path, tiny=False, length=1.0)
+    check = modules("recording").check_record
+    check(own, [part], args)
+    for change, said in (({"parts": {"only": {}, "other": {}}}, "also has other"),
+                         ({"study": "another"}, "is of study another, not small"),
+                         ({"size": "tiny"}, "is of size tiny, not full")):  # fmt: skip
+        before = {"study": "small", "size": "full", "length": 1.0, "parts": {"only": {}}} | change
+        (tmp_path / "summary.json").write_text(json.dumps(before))
+        with pytest.raises(ValueError, match=said):
+            check(own, [part], args)
+
+
+@pytest.mark.parametrize(("given", "searched"), [("lr", "lr"), ("mix_rate", "pull")])
+def test_a_comparison_that_also_gives_what_was_tuned_is_refused(modules, tmp_path, given, searched):
+    _, comparison = small_grid(modules, **{given: 0.1})
+    path = modules("calls").tuning_file(tmp_path, "point")
+    chosen = {"palsgd": {"settings": {searched: 0.01}}}
+    modules("grid").write_tuned(path, {"workload": "digits", "conditions": {}, "methods": chosen})
+    with pytest.raises(ValueError, match=f"point was tuned in {searched}, and also gives it"):
+        comparison.do(tmp_path, tmp_path, {})
 
 
 def test_a_study_that_is_given_no_time_runs_nothing_and_says_so(modules, tmp_path, capsys):
@@ -158,7 +288,10 @@ def test_a_study_runs_from_its_plan_to_its_record(tmp_path):
                tmp_path / "out", "--record", tmp_path / "record")  # fmt: skip
     assert said.code == 0, said.err
     found = json.loads((tmp_path / "record" / "summary.json").read_text())
-    assert found["parts"]["scaling"]["runs"] == {"done": 6, "planned": 6}
+    config = next((tmp_path / "out").rglob("config.yaml")).read_text()
+    assert str(tmp_path) not in config + found["command"]  # a record names no folder of a machine
+    assert "--out .../out" in found["command"]
+    assert found["parts"]["scaling"]["runs"] == {"done": 6, "planned": 6, "failed": []}
     (claim,) = found["claims"]
     assert claim["ours"].count("2: ") == claim["ours"].count("4: ") == 3  # of three methods
     assert {"command", "commit", "dirty", "length"} <= set(found)

@@ -1,5 +1,6 @@
 """Where a run comes from: the commit of this program, and the command that started it."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -25,7 +26,11 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 @cache
 def checkout(folder: Path = _HERE) -> tuple[str | None, bool | None]:
-    """The commit that `folder` is checked out at, and whether a tracked file differs from it."""
+    """The commit that `folder` is checked out at, and whether a tracked file differs from it. On a
+    machine that has the files without their history, or with an older one, PALSGD_COMMIT says which
+    commit they are of."""
+    if told := os.environ.get("PALSGD_COMMIT"):
+        return told, None
     if not _git(folder, "ls-files", "."):  # a package that is installed into another's checkout
         return None, None
     commit = _git(folder, "rev-parse", "HEAD")
@@ -44,6 +49,16 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def without_folders(word: str, home: Path) -> str:
+    """A word of a command for readers on other machines: paths are those inside `home`, or names
+    alone."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    path = path.resolve()
+    return str(path.relative_to(home)) if path.is_relative_to(home) else f".../{path.name}"
 
 
 def _name(program: str) -> str:

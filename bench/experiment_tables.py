@@ -1,0 +1,149 @@
+"""Tables of the experiments of lab/LOG.md, from lab/records; `tables.py` puts them into pages."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from markdown_table import markdown
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+EXPERIMENTS = REPOSITORY / "lab" / "records"
+TUNED_DIGITS = REPOSITORY / "src" / "palsgd" / "lab" / "workloads" / "tuned" / "digits.yaml"
+
+Record = dict[str, Any]
+
+
+def experiment(name: str) -> Record:
+    return json.loads((EXPERIMENTS / name / "summary.json").read_text())
+
+
+def titles(methods: Iterable[str]) -> list[str]:
+    """The names that pages use."""
+    from palsgd import registry
+
+    return [registry.row(method).title for method in methods]
+
+
+def tuned_digits() -> str:
+    import yaml
+
+    found = yaml.safe_load(TUNED_DIGITS.read_text())["methods"]
+    losses = {name: each["loss"] for name, each in found.items()}
+    ddp = losses["ddp"]["value"]
+    rows = [
+        (title, "{value:.4f} [{low:.4f}, {high:.4f}]".format(**loss), f"{loss['deviation']:.1%}",
+         "" if loss["value"] == ddp else f"{loss['value'] / ddp - 1:+.0%}")
+        for title, loss in zip(titles(losses), losses.values(), strict=True)
+    ]  # fmt: skip
+    columns = ("method", "loss, 95% interval", "deviation of seeds", "over DDP")
+    return markdown(columns, rows)
+
+
+def stories_run() -> str:
+    found = experiment("2026-11-15-stories")
+    methods = [name for name in found if "final_loss" in found[name]]
+    rows = [
+        (title, f"{run['final_loss']:.3f}", f"{run['gradient_steps']}", f"{run['wall_s']:.0f}",
+         f"{run['bytes_sent'] / 1e6:.0f} MB")
+        for title, run in zip(titles(methods), (found[name] for name in methods), strict=True)
+    ]  # fmt: skip
+    columns = ("method", "final loss", "gradients", "seconds over loopback", "sent by each worker")
+    return markdown(columns, rows)
+
+
+def small_cnn() -> str:
+    found = experiment("2026-11-15-small-cnn")["rows"]
+    methods = list(dict.fromkeys(row["method"] for row in found))
+    rows = []
+    for workers in sorted({row["workers"] for row in found}):
+        runs = {row["method"]: row for row in found if row["workers"] == workers}
+        accuracies = [f"{runs[name]['accuracy']:.1%}" for name in methods]
+        share = runs["palsgd"]["gradient_steps"] / runs["ddp"]["gradient_steps"]
+        rows.append((str(workers), str(runs["ddp"]["steps"]), *accuracies, f"{share:.0%}"))
+    columns = ("workers", "steps", *titles(methods), "PALSGD's gradients over DDP's")
+    return markdown(columns, rows)
+
+
+def share(found: Record, digits: int = 2) -> str:
+    """A share with its interval, in percent."""
+    value, low, high = (100 * found[key] for key in ("value", "low", "high"))
+    return f"{value:+.{digits}f}% [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+
+def pull_map(name: str, part: str, digits: int) -> str:
+    """What PALSGD ends above DiLoCo, by H, p and pull."""
+    cells = {
+        tuple(row["given"][key] for key in ("sync_every", "mix_prob", "pull")): share(
+            row["over_plain"], digits
+        )
+        for row in experiment(name)["parts"][part]["settings"]
+        if row["over_plain"] is not None
+    }
+    every, chances, pulls = (sorted(set(values)) for values in zip(*cells, strict=True))
+    rows = [(str(h), f"{p:g}", *(cells[h, p, pull] for pull in pulls)) for h in every
+            for p in chances]  # fmt: skip
+    return markdown(("H", "p", *(f"pull {pull:g}" for pull in pulls)), rows)
+
+
+def room_map(name: str, *parts: str) -> str:
+    """How many points of a grid train well, and how far above DiLoCo they end."""
+    rows = []
+    for part in parts:
+        (grid,) = experiment(name)["parts"][part]["grids"].values()
+        for label, own in grid["robustness"].items():
+            if own["points"] == max(each["points"] for each in grid["robustness"].values()):
+                variant = label.replace(" pull=", ", pull ")
+                above = grid["over_plain"].get(variant)
+                rows.append((part.rpartition("-")[2][1:], variant, f"{own['best']:.4f}",
+                             f"{own['near_own']} of {own['points']}",
+                             "" if above is None else share(above, 1)))  # fmt: skip
+    columns = ("H", "method", "best loss", "points within 3% of it", "over DiLoCo, mean of points")
+    return markdown(columns, rows)
+
+
+def at_their_best(name: str, *parts: str) -> str:
+    """Final losses over DDP's with the settings that a grid chose, by H."""
+    found = {part: {row["method"]: row for row in experiment(name)["parts"][part]["settings"]}
+             for part in parts}  # fmt: skip
+    methods = list(dict.fromkeys(method for rows in found.values() for method in rows))
+    rows = [
+        (method, *(_over_ddp(rows.get(method)) for rows in found.values())) for method in methods
+    ]
+    return markdown(("method", *(f"H = {part.rpartition('-')[2][1:]}" for part in parts)), rows)
+
+
+def _over_ddp(row: Record | None) -> str:
+    if row is None:
+        return ""
+    loss = f"{row['loss']['value']:.4f}"
+    return loss if row["difference"] is None else f"{loss}, {share(row['difference'])}"
+
+
+def chaos() -> str:
+    shown = {
+        "injected": "injected",
+        "survived": "went on to the twin's weights",
+        "clean error": "ended in clear words, resumed to the twin's weights",
+        "steps lost": "steps lost",
+        "hang": "hangs",
+        "wrong weights": "other weights",
+        "unclean error": "unclean",
+    }
+    tallies = [run["tally"] for run in experiment("2026-11-16-chaos")["runs"]]
+    return markdown([*shown.values()], [[str(tally[name]) for name in shown] for tally in tallies])
+
+
+PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
+INTERVALS = ("H16", "H64", "H256")
+TABLES: dict[str, Callable[[], str]] = {
+    "tuned-digits": tuned_digits,
+    "stories-run": stories_run,
+    "small-cnn": small_cnn,
+    "pull-map": partial(pull_map, PAYS, "strength", 2),
+    "pull-map-digits": partial(pull_map, PAYS_DIGITS, "digits-strength", 1),
+    "room": partial(room_map, PAYS, *INTERVALS),
+    "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
+    "chaos": chaos,
+}
