@@ -191,6 +191,16 @@ def gradient_examples(settings: Settings) -> float:
     from palsgd.lab.controls import mixed_share
 
     steps = settings.total_steps(workloads.examples(settings.workload))
-    warmup = min(steps, settings.warmup_steps)
+    warmup = _warmup_steps(settings)
     gradients = warmup + (steps - warmup) * (1 - mixed_share(settings))
     return math.ceil(gradients) * settings.workers * settings.batch_size
+
+
+def warmup_examples(settings: Settings) -> int:
+    """Those of its warm-up."""
+    return _warmup_steps(settings) * settings.workers * settings.batch_size
+
+
+def _warmup_steps(settings: Settings) -> int:
+    steps = settings.total_steps(workloads.examples(settings.workload))
+    return min(steps, settings.warmup_steps)

@@ -11,11 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from calls import Call, gradient_examples
+from calls import Call, gradient_examples, warmup_examples
 
 from palsgd import references
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_run import shape_of
+from palsgd.lab.warmups import warmup_of
 
 RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "lab-h200.json"
 STORY = 161  # tokens of a row of endless stories
@@ -82,12 +83,19 @@ def source_of(settings: Settings) -> Source:
 
 
 def _stage(runs: list[Settings], together: bool) -> Estimate:
-    shapes = {shape_of(run) for run in runs}
-    programs = len(shapes) if together else len(runs)
-    starts = programs * max(_start_s(source_of(run)) for run in runs)
-    examples = [gradient_examples(run) for run in runs]
-    seconds = sum(each / _per_s(source_of(run)) for each, run in zip(examples, runs, strict=True))
-    return Estimate(len(runs), programs, sum(examples), (starts + seconds) / 60)
+    programs: dict[Any, list[Settings]] = {}
+    for number, run in enumerate(runs):
+        programs.setdefault(shape_of(run) if together else number, []).append(run)
+    starts = len(programs) * max(_start_s(source_of(run)) for run in runs)
+    examples = seconds = 0.0
+    known: set[Any] = set()  # warm-ups that an earlier program computes
+    for program in programs.values():
+        warm = {warmup_of(run) for run in program}
+        for run in program:
+            own = gradient_examples(run) - (warmup_examples(run) if warm <= known else 0)
+            examples, seconds = examples + own, seconds + own / _per_s(source_of(run))
+        known |= warm
+    return Estimate(len(runs), len(programs), examples, (starts + seconds) / 60)
 
 
 def _per_s(source: Source) -> float:

@@ -34,6 +34,7 @@ from palsgd.lab.settings import TIMEOUT_S, Settings, parsed
 from palsgd.lab.simulated_program import check_time, grouped, simulate_runs
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.lab.torchrun import first_rank, restarted, under_torchrun
+from palsgd.lab.warmups import SharedWarmUps
 from palsgd.lab.workload import Workload
 from palsgd.lab.workloads import check as check_workload
 from palsgd.lab.workloads import data_settings, kind, load
@@ -326,9 +327,12 @@ def _simulate(
     def loaded(workload: str, **own: Any) -> Workload:
         return load(workload, data=options.data, device=device, download=options.download, **own)
 
+    warmups = SharedWarmUps(runs[name] for name in waiting)
+
     def simulated(name: str) -> SimulatedRun:
         run = runs[name]
-        return SimulatedRun(run, loaded(run.workload, **data_settings(run)), RunFolder(out / name))
+        data = loaded(run.workload, **data_settings(run))
+        return SimulatedRun(run, data, RunFolder(out / name), warmups.of(run))
 
     whole = Whole(runs=len(waiting), work=work_of(runs[name] for name in waiting))
     for names, vectorize, resumed in grouped(

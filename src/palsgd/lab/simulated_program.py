@@ -148,7 +148,7 @@ class SimulatedProgram:
             )
         names = [run.folder.path.name for run in self._runs]
         for run in self._runs:
-            run.start(self._program.engine, names)
+            run.start(self._program.engine, names, warm=self._program.starts_warm)
 
     def train(self, *, quiet: bool, whole: Whole | None = None, until: float | None = None) -> None:
         first, program = self._runs[0], self._program

@@ -26,6 +26,7 @@ from palsgd.lab.summary import summarize
 from palsgd.lab.timing import Pace
 from palsgd.lab.timing.projection import projected_pace
 from palsgd.lab.trainer import WARMUP_LINES, run_config, start_line
+from palsgd.lab.warmups import LabWarmUp
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 from palsgd.simulator.result import Result
@@ -54,7 +55,14 @@ class SimulatedRun:
     finished, shared its program: their rounding depends on it.
     """
 
-    def __init__(self, settings: Settings, workload: Workload, folder: RunFolder):
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        folder: RunFolder,
+        warmup: LabWarmUp | None = None,
+    ):
+        """`warmup`: what it has in common with other runs."""
         settings = settings.in_steps(workload.examples)
         self.settings, self.workload, self.folder = settings, workload, folder
         self.steps = settings.total_steps(workload.examples)
@@ -69,6 +77,7 @@ class SimulatedRun:
         self._losses: list[float] = []  # of the entries since the last line
         self._best: dict[str, Any] = {}
         self._clock = 0  # of the last exchange
+        self._warmup, self._starts_warm = warmup, False
 
     # -- what a simulation asks for ----------------------------------------------------------------
 
@@ -80,6 +89,7 @@ class SimulatedRun:
             "evaluate": self._evaluate,
             "evaluate_every": self._evaluation_is_due,
             "pause_every": self._pause_is_due,
+            "warmup": self._warmup,
         }
 
     @property
@@ -98,10 +108,30 @@ class SimulatedRun:
             if self._recomputes:
                 self.recompute_buffers(model)
             found = evaluated(self.workload, model)
-        sign, metric = 1 if self.workload.higher_is_better else -1, found["metric"]
-        if not self._best or sign * metric > sign * self._best["metric"]:
-            self._best = {"metric": metric, "model": copy.deepcopy(model.state_dict())}
+        self._adopt_best()
+        if self._is_best(found["metric"]):
+            self._best = {"metric": found["metric"], "model": copy.deepcopy(model.state_dict())}
+            self._leave_best(self._best["model"])
         return found
+
+    def _is_best(self, metric: float) -> bool:
+        sign = 1 if self.workload.higher_is_better else -1
+        return not self._best or sign * metric > sign * self._best["metric"]
+
+    def _leave_best(self, model: dict[str, torch.Tensor]) -> None:
+        """In a warm-up that others will start after: the best model so far is theirs too."""
+        if self._warmup is not None and self._warmup.found is None:
+            self._warmup.best = {"metric": self._best["metric"], "model": model}
+            self._warmup.computed_by = self._warmup.computed_by or self.folder.path.name
+
+    def _adopt_best(self) -> None:
+        """After a warm-up that another run has computed: its best model is this run's too."""
+        if self._starts_warm and self._clock:  # before training it is the run's own
+            assert self._warmup is not None
+            self._starts_warm = False
+            best = self._warmup.best
+            if best and self._is_best(best["metric"]):
+                self._best = dict(best)
 
     @property
     def _recomputes(self) -> bool:
@@ -139,8 +169,10 @@ class SimulatedRun:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def start(self, engine: str, program: list[str]) -> None:
-        """Make the folder, and evaluate the model as the simulation builds it."""
+    def start(self, engine: str, program: list[str], *, warm: bool = False) -> None:
+        """Make the folder, and evaluate the model as the simulation builds it. `warm`: training
+        starts after the warm-up that the run has in common with others."""
+        self._starts_warm = warm
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
             model = self.workload.model().to(self.workload.device)
@@ -153,8 +185,14 @@ class SimulatedRun:
                 self.settings, self.workload, self.steps, engine=engine, model=model
             )
             self.folder.start_over()
-            self.folder.create(config | {"program": program})
+            self.folder.create(config | {"program": program} | self._origin())
         self._write()
+
+    def _origin(self) -> dict[str, str]:
+        """Which run has computed the warm-up, if it was another."""
+        if not self._starts_warm or self._warmup is None:
+            return {}
+        return {"warmup_computed_by": str(self._warmup.computed_by)}
 
     def state(self) -> dict[str, Any]:
         """What is saved of this run beside the simulation."""
@@ -170,6 +208,9 @@ class SimulatedRun:
         sign = 1 if self.workload.higher_is_better else -1
         metrics = [line["metric"] for line in self._lines if "metric" in line]
         self._best = {"metric": max(metrics, key=lambda metric: sign * metric)}
+        written = self.folder.best()
+        if written is not None and written["metric"] == self._best["metric"]:
+            self._leave_best(written["model"])
         if self._writes:
             self.folder.write_lines(self._lines)
         self._written = len(self._lines)

@@ -168,6 +168,7 @@ class Exact:
     """One run, whose workers take their steps one after another."""
 
     name = "exact"
+    starts_warm = False  # it computes every warm-up
 
     def __init__(
         self,
@@ -395,10 +396,10 @@ def seeded(seed: int, device: torch.device) -> Randomness:
     """The state of torch's generators right after torch.manual_seed(seed)."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        return _rng_state(device)
+        return rng_state(device)
 
 
-def _rng_state(device: torch.device) -> Randomness:
+def rng_state(device: torch.device) -> Randomness:
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"cpu": torch.get_rng_state(), "cuda": cuda, "device": device}
 
@@ -407,12 +408,12 @@ def _rng_state(device: torch.device) -> Randomness:
 def own_randomness(state: Randomness) -> Iterator[None]:
     """Inside, torch's generators have this worker's state. On leaving, the worker's state is kept
     and the state from before is restored."""
-    outside = _rng_state(state["device"])
+    outside = rng_state(state["device"])
     _set_rng(state)
     try:
         yield
     finally:
-        state.update(_rng_state(state["device"]))
+        state.update(rng_state(state["device"]))
         _set_rng(outside)
 
 

@@ -21,6 +21,7 @@ from palsgd.simulator.room import check_memory, runs_that_fit
 from palsgd.simulator.run import Run
 from palsgd.simulator.stacking_checks import CannotVectorizeError, LoopIsFasterError, has_hooks
 from palsgd.simulator.vectorized import Vectorized, alike
+from palsgd.simulator.warm_start import SharedWarmUp
 
 log = logging.getLogger("palsgd")
 
@@ -33,6 +34,10 @@ class Engine(Protocol):
     `advance`."""
 
     name: str
+
+    @property
+    def starts_warm(self) -> bool:
+        """Does it start after a warm-up that others have computed?"""
 
     @property
     def recorders(self) -> Sequence[Recorder]:
@@ -70,6 +75,11 @@ class Program:
     def engine(self) -> str:
         """ "exact" or "vectorized"."""
         return self._engine.name
+
+    @property
+    def starts_warm(self) -> bool:
+        """Does it start after a warm-up that other runs have computed?"""
+        return self._engine.starts_warm
 
     @property
     def clock(self) -> int:
@@ -122,6 +132,7 @@ class Start:
     seed: int
     rngs: list[Randomness]  # of the workers, for the exact engine
     recorder: Recorder
+    warmup: SharedWarmUp | None  # what it has in common with other runs
 
     def try_batches(self) -> None:
         """Draw the first batch of each worker with the random numbers of the exact engine."""
@@ -203,6 +214,7 @@ class Simulation:
                 wall_clock=wall_clock,
                 pause_every=plan.get("pause_every"),
             ),
+            warmup=plan.get("warmup"),
         )
 
     def _programs(self, starts: list[Start]) -> list[Program]:
@@ -248,7 +260,12 @@ class Simulation:
             run = Run(model, self.loss, start.batches, start.method, start.recorder)
             made[run] = start
         engines = [
-            Vectorized(group, steps=self.steps, seed=made[group[0]].seed)
+            Vectorized(
+                group,
+                steps=self.steps,
+                seed=made[group[0]].seed,
+                warmups=[made[run].warmup for run in group],
+            )
             for group in alike(list(made))
         ]
         for start in starts:

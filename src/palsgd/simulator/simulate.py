@@ -260,7 +260,10 @@ def programs(
         pause_every: pause after every `pause_every`-th exchange, or at the clocks for which this
             function returns True; None: as `evaluate_every`. There is always a pause at the end. A
             run may have its own; a program pauses where one of its runs does.
-        runs, workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
+        runs: as for `simulate_many`; a run may also have a `warmup`, one SharedWarmUp for all runs
+            that compute the same until their warm-up ends. A stacked program whose runs find it
+            computed starts after it.
+        workers, steps, model, loss, data, method, vectorize, device, seed, evaluate,
             evaluate_every, progress, compile, cluster, at_once: as for `simulate_many`.
 
     Example:
@@ -299,7 +302,8 @@ def programs(
     )
     common = {"method": method, "seed": seed, "data": data, "evaluate": evaluate}
     pause = evaluate_every if pause_every is None else pause_every
-    plans = _plans(runs, common | {"evaluate_every": evaluate_every, "pause_every": pause})
+    often = {"evaluate_every": evaluate_every, "pause_every": pause}
+    plans = _plans(runs, common | often | {"warmup": None})
     return simulation.programs(plans, at_once)
 
 

@@ -36,6 +36,7 @@ from palsgd.simulator.stacking_checks import (
     writable,
 )
 from palsgd.simulator.stretch import GradientSlot, RunStretch, TickRates
+from palsgd.simulator.warm_start import SharedWarmUp, WarmUp, known_warmups
 from palsgd.simulator.workerwise_rules import WorkerwiseRules
 
 log = logging.getLogger("palsgd")
@@ -87,12 +88,22 @@ class Vectorized:
 
     name = "vectorized"
 
-    def __init__(self, runs: list[Run], *, steps: int, seed: int = 0):
+    def __init__(
+        self,
+        runs: list[Run],
+        *,
+        steps: int,
+        seed: int = 0,
+        warmups: list[SharedWarmUp | None] | None = None,
+    ):
+        """`warmups`: what each run shares with others."""
         first = runs[0]
         inner, reason = stacked_optimizer(first.opt.inner, first.group_of)
         if inner is None:
             raise CannotVectorizeError(reason)
         self.runs, self.workers = runs, first.workers
+        self._warmups = warmups or [None] * len(runs)
+        self._known = known_warmups(self._warmups)  # before training, so that nobody is surprised
         self.stack = StackedWorkers(
             module=first.module,
             names=first.names,
@@ -158,8 +169,10 @@ class Vectorized:
 
     def _compiling_pays(self, took: float) -> dict[str, bool]:
         cost = COMPILE_S + COMPILE_S_PER_PARAMETER * len(self.stack.params)
-        shared = min(self.schedule.warmup, self.steps)  # steps in which workers share a row
-        counts = {"shared": shared, "own": self.steps - shared}
+        # steps in which workers share a row
+        shared = min(self.schedule.warmup, self.steps)
+        known = self._known[0].steps if self._known else 0
+        counts = {"shared": shared - known, "own": self.steps - shared}
         return {rows: COMPILE_SAVES * took * n > cost for rows, n in counts.items()}
 
     def _first_batches(self) -> list[Any]:
@@ -174,6 +187,8 @@ class Vectorized:
         or every run has ended."""
         for run in self.runs:
             run.end_at(self.steps)
+        if self.clock == 0:
+            self._start_warm()
         with (
             own_randomness(self._rng),
             self._watch.running(),
@@ -186,6 +201,22 @@ class Vectorized:
                 if self._pauses:
                     return True
         return False
+
+    @property
+    def starts_warm(self) -> bool:
+        return bool(self._known)
+
+    def _start_warm(self) -> None:
+        for number, warmup in enumerate(self._known):
+            warmup.give(self.runs[number], number, self.stack)
+            self.clock = warmup.steps
+            self._watch.set(warmup.seconds)
+            self._rng.update(warmup.rng)
+
+    def _keep_warmup(self, member: Member) -> None:
+        shared = self._warmups[member.number]
+        if shared is not None and shared.is_wanted_of(member.run, self.clock):
+            shared.found = WarmUp.of(member.run, member.number, self.stack)
 
     def _goes_on(self) -> bool:
         return self.clock < self.steps and any(run.error is None for run in self.runs)
@@ -238,6 +269,7 @@ class Vectorized:
                 self._average_buffers(member)
             run.warmed_up(self.clock, skipped=not sound[member.number])
             self._record(member, losses, [0.0] * self.workers)
+            self._keep_warmup(member)
 
     def _sound_runs(self, grads: list[Tensor]) -> list[bool]:
         """For each run, whether its averaged gradient and the buffers of its workers are finite."""

@@ -1,0 +1,69 @@
+"""Which simulated runs have their warm-up in common, so that it is computed once."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from palsgd.lab.settings import Settings
+from palsgd.simulator.warm_start import SharedWarmUp
+
+# What a warm-up does not depend on: it acts after it, or on nothing that is computed.
+LATER = (
+    "method",
+    "method_settings",
+    "sync_every",
+    "mix_prob",
+    "mix_rate",
+    "pull",
+    "draws",
+    "discard_batches",
+    "speeds",
+    "compress",
+    "delay",
+    "fragments",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+    "outer_weight_decay",
+    "outer_schedule",
+    "target",
+    "target_on",
+    "margin",
+    "tuned",
+    "checkpoint_every",
+    "cluster",
+)
+
+
+class LabWarmUp(SharedWarmUp):
+    """A warm-up with the best model that was seen in it, and the run that computed it."""
+
+    def __init__(self, steps: int):
+        super().__init__(steps)
+        self.computed_by: str | None = None
+        self.best: dict[str, Any] = {}
+
+
+class SharedWarmUps:
+    """Those of runs that are simulated one after another. A warm-up is kept until the last run that
+    needs it has begun."""
+
+    def __init__(self, waiting: Iterable[Settings]):
+        self._left = Counter(warmup_of(settings) for settings in waiting)
+        self._shared: dict[tuple[Any, ...], LabWarmUp] = {}
+
+    def of(self, settings: Settings) -> LabWarmUp | None:
+        """For the next run: what it starts from, or leaves to those that come after it. None: it
+        has its warm-up for itself."""
+        key = warmup_of(settings)
+        self._left[key] -= 1
+        if not settings.warmup_steps:
+            return None
+        if self._left[key] <= 0:
+            return self._shared.pop(key, None)
+        return self._shared.setdefault(key, LabWarmUp(settings.warmup_steps))
+
+
+def warmup_of(settings: Settings) -> tuple[Any, ...]:
+    """Equal for settings that are the same until the warm-up has ended."""
+    return tuple((k, str(v)) for k, v in settings.as_dict().items() if k not in LATER)

@@ -1,0 +1,218 @@
+"""A warm-up that several simulated runs have in common is computed once, and nobody sees it in what
+they compute."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from palsgd.lab import compare, run_set
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import Settings
+from palsgd.lab.warmups import LATER, SharedWarmUps
+from palsgd.simulator import Checkpoints
+from palsgd.simulator.vectorized import Vectorized
+from support.commands import lines, summary
+
+WARMUP, STEPS = 18, 50
+METHODS = ["ddp", "localsgd", "palsgd", "slowmo"]
+SETTINGS = dict(
+    workers=3, steps=STEPS, warmup_steps=WARMUP, batch_size=4, sync_every=8, evaluate_every=5,
+    inner="sgd", lr=0.02, schedule="cosine", seed=3,
+)  # fmt: skip
+WORKLOAD = '''
+from torch import nn
+from palsgd.lab.workloads.digits import Digits
+from palsgd.lab.settings import Settings
+
+RECIPES = {"Noisy": Settings(workload="digits", steps=16)}
+
+class Noisy(Digits):
+    """With statistics that differ between workers, and random numbers in its loss."""
+
+    name = "Noisy"
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),
+                             nn.Linear(16, 10))
+'''
+
+
+@pytest.fixture
+def noisy(tmp_path):
+    (tmp_path / "noisy.py").write_text(WORKLOAD)
+    return f"{tmp_path / 'noisy.py'}:Noisy"
+
+
+def compared(workload, out, *, methods=METHODS, together=True, **more):
+    options = {"quiet": True, "share_program": together, **more.pop("options", {})}
+    compare(workload, methods, out=out, tuned="none", options=options, **{**SETTINGS, **more})
+    return out
+
+
+@pytest.fixture
+def computed_each(monkeypatch):
+    """Inside, every run computes its warm-up, as if it were alone."""
+
+    def apart(*args, **more):
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedWarmUps, "of", lambda self, settings: None)
+            return compared(*args, **more)
+
+    return apart
+
+
+def untimed(line):
+    return {key: value for key, value in line.items() if not key.endswith("_s")}
+
+
+def runs_in(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+
+
+def assert_same_runs(mine: Path, theirs: Path):
+    assert runs_in(mine) == runs_in(theirs)
+    for name in runs_in(mine):
+        assert list(map(untimed, lines(mine / name))) == list(map(untimed, lines(theirs / name)))
+        assert untimed(summary(mine / name)) == untimed(summary(theirs / name))
+        best, wanted = RunFolder(mine / name).best(), RunFolder(theirs / name).best()
+        assert (best["step"], best["metric"]) == (wanted["step"], wanted["metric"])
+        for key, x in wanted["model"].items():
+            assert torch.equal(best["model"][key], x)
+
+
+def computed_by(folder: Path) -> str | None:
+    return yaml.safe_load((folder / "config.yaml").read_text()).get("warmup_computed_by")
+
+
+def test_runs_that_start_after_a_shared_warm_up_end_bit_for_bit_as_if_they_had_computed_it(
+    noisy, tmp_path, computed_each
+):
+    mine = compared(noisy, tmp_path / "shared", together=False)
+    theirs = computed_each(noisy, tmp_path / "own", together=False)
+    assert_same_runs(mine, theirs)
+    assert [computed_by(mine / name) for name in METHODS] == [None, "ddp", "ddp", "ddp"]
+
+
+def test_stacked_runs_start_after_the_warm_ups_of_their_seeds(tmp_path, computed_each):
+    mine = compared("digits", tmp_path / "shared", seeds=2)
+    assert_same_runs(mine, computed_each("digits", tmp_path / "own", seeds=2))
+    assert computed_by(mine / "palsgd,seed=4") == "ddp,seed=4"
+
+
+def test_a_model_of_a_shared_warm_up_that_stays_the_best_is_kept_for_every_run(
+    tmp_path, computed_each
+):
+    spoils = dict(methods=["ddp", "diloco"], outer_lr=500.0, lr=0.3)
+    mine = compared("digits", tmp_path / "shared", **spoils)
+    assert RunFolder(mine / "diloco").best()["step"] <= WARMUP
+    assert_same_runs(mine, computed_each("digits", tmp_path / "own", **spoils))
+
+
+def test_a_shared_warm_up_is_computed_once(tmp_path, monkeypatch):
+    step, count = Vectorized._warmup_step, []
+    monkeypatch.setattr(
+        Vectorized, "_warmup_step", lambda self: (count.append(self.clock), step(self))
+    )
+    compared("digits", tmp_path, methods=METHODS[1:], together=False)
+    assert count == list(range(WARMUP))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lr": 0.01}, {"seed": 4}, {"steps": STEPS + 8}, {"batch_size": 8}, {"warmup_steps": 10},
+     {"inner": "adamw"}, {"buffers": "local"}, {"split": "choose"}, {"max_norm": 1.0}],
+)  # fmt: skip
+def test_runs_whose_warm_ups_differ_share_none(change):
+    first = Settings(workload="digits", **SETTINGS)
+    second = replace(first, **change)
+    shared = SharedWarmUps([first, first, second, second])
+    found = [shared.of(each) for each in (first, second, first, second)]
+    assert found[0] is found[2] is not None
+    assert found[1] is found[3] is not None
+    assert found[0] is not found[1]
+
+
+def test_what_acts_later_is_named_by_its_setting():
+    assert set(LATER) <= {each.name for each in fields(Settings)}
+
+
+def test_a_warm_up_is_forgotten_when_the_last_run_has_it():
+    first = Settings(workload="digits", **SETTINGS)
+    shared = SharedWarmUps([first, replace(first, method="diloco")])
+    assert shared.of(first) is not None
+    assert shared.of(replace(first, method="diloco")) is not None
+    assert not shared._shared
+    assert shared.of(first) is None
+
+
+def test_a_run_without_a_warm_up_shares_none():
+    first = Settings(workload="digits", **SETTINGS | {"warmup_steps": 0})
+    assert SharedWarmUps([first, first]).of(first) is None
+
+
+def test_the_exact_engine_computes_each_warm_up(tmp_path, monkeypatch, computed_each):
+    simulate = run_set.simulate_runs
+    monkeypatch.setattr(
+        run_set, "simulate_runs", lambda runs, **o: simulate(runs, **o | {"vectorize": False})
+    )
+    mine = compared("digits", tmp_path / "shared", methods=["ddp", "palsgd"])
+    assert_same_runs(mine, computed_each("digits", tmp_path / "own", methods=["ddp", "palsgd"]))
+    assert computed_by(mine / "palsgd") is None
+
+
+def test_a_run_that_started_after_a_shared_warm_up_and_was_stopped_goes_on_bit_for_bit(
+    tmp_path, monkeypatch
+):
+    methods = ["ddp", "palsgd"]
+    whole = compared("digits", tmp_path / "whole", methods=methods, together=False)
+    saved = Checkpoints.save
+
+    def stopped(self, clock, state):
+        saved(self, clock, state)
+        if clock > WARMUP and self.folder.parent.name == "palsgd":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            compared("digits", tmp_path / "out", methods=methods, together=False)
+    assert RunFolder(tmp_path / "out" / "palsgd").saved_steps
+    compared("digits", tmp_path / "out", methods=methods, together=False, options={"resume": True})
+    assert_same_runs(tmp_path / "out", whole)
+
+
+def test_a_warm_up_that_was_stopped_and_gone_on_with_is_passed_on(tmp_path, monkeypatch):
+    """With the best model of it, which was written before the stop."""
+    spoils = dict(methods=["ddp", "diloco"], together=False, outer_lr=500.0, lr=0.3)
+    whole = compared("digits", tmp_path / "whole", **spoils)
+    saved, out = Checkpoints.save, tmp_path / "out"
+
+    def stopped(self, clock, state):
+        saved(self, clock, state)
+        raise KeyboardInterrupt
+
+    for _ in range(3):  # after steps 5, 10 and 15
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                compared("digits", out, options={"resume": True}, **spoils)
+    assert RunFolder(out / "ddp").saved_steps[-1] == 15
+    compared("digits", out, options={"resume": True}, **spoils)
+    assert computed_by(out / "diloco") == "ddp"
+    assert_same_runs(out, whole)
+
+
+def test_a_warm_up_with_a_skipped_step_is_not_passed_on(tmp_path, monkeypatch):
+    """How many steps were skipped is part of what a run has done."""
+    counted = Vectorized._keep_warmup
+
+    def after_a_skip(self, member):
+        member.run.ledgers[0].skipped_steps = 1
+        counted(self, member)
+
+    monkeypatch.setattr(Vectorized, "_keep_warmup", after_a_skip)
+    compared("digits", tmp_path, methods=["ddp", "palsgd"], together=False)
+    assert computed_by(tmp_path / "palsgd") is None
