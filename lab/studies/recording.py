@@ -36,7 +36,8 @@ from palsgd.lab.report.heat_maps import best_of, heat_maps
 from palsgd.lab.run_folder import write_json
 
 RUNS = "runs.tar.xz"
-GIVEN = ("workers", *FIELDS, "mix_prob", "mix_rate", "pull")  # settings that a record says
+# Settings that a record says.
+GIVEN = ("workers", *FIELDS, "mix_prob", "mix_rate", "pull", "sharding", "buffers")
 # Figures that say how runs went, not how they ended; and axes that repeat another one's.
 LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss", "map"), ("examples", "bytes_sent")
 

@@ -11,7 +11,7 @@ from gpt_neo_8m import REAL
 from readings import ends, to_target
 from released_methods import FIRST_TENSOR, PRINTED, RELEASED
 from study import Claim, Part, Study, main
-from when_it_pays import STORIES
+from when_it_pays import DIGITS, STORIES
 
 SHORT: dict[str, object] = {
     "workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
@@ -47,12 +47,22 @@ def gentle(tiny: bool) -> list[Call]:
     return readings("stories-1m", STORIES.size | {"sync_every": 64, "pull": 0.5}, seeds=6)
 
 
+def digits(tiny: bool) -> list[Call]:
+    """The same on digits, where the first tensor is 85% of the weights. A CPU is enough."""
+    if tiny:
+        return readings("digits", SHORT | {"pull": 0.5}, seeds=2)
+    return readings(
+        "digits", DIGITS.size | DIGITS.usual | {"sync_every": 32, "pull": 0.5}, seeds=12
+    )
+
+
 def parts(tiny: bool) -> list[Part]:
     return [
         Part("paper", "At the paper's settings, what does mixing the first tensor alone do?",
              paper(tiny)),
         Part("gentle", "The same with a million weights, and settings at which all train",
              gentle(tiny)),
+        Part("digits", "The same on digits", digits(tiny)),
     ]  # fmt: skip
 
 
@@ -66,6 +76,7 @@ STUDY = Study(
               "paper", to_target("diloco", "palsgd", "ReleasedCode", "AsPrinted")),
         Claim("none: losses at the end, at the paper's settings", "paper", ends(*_ALL)),
         Claim("none: losses at the end, a million weights", "gentle", ends(*_ALL)),
+        Claim("none: losses at the end, digits", "digits", ends(*_ALL)),
     ],
     links=("63gbit,15us,step=1.15s", "1gbit,1ms,step=1.15s"),  # as for gpt_neo_8m
 )  # fmt: skip

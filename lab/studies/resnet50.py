@@ -28,12 +28,23 @@ def statistics(tiny: bool) -> list[Call]:
                   seeds=2, together=tiny)]  # fmt: skip
 
 
+def small_statistics(tiny: bool) -> list[Call]:
+    """The policies with a small residual net on digits, also where shards differ: a CPU's."""
+    size = SHORT if tiny else {"steps": 32 + 12 * 32, "warmup_steps": 32, "sync_every": 32,
+                               "schedule": "cosine"}  # fmt: skip
+    grid = {"method": ["diloco", "palsgd"], "buffers": ["average", "local", "recompute"],
+            "sharding": ["reshuffled", "dirichlet:0.1"]}  # fmt: skip
+    return [Sweep(name="buffers", recipe=TINY, settings={**size, **grid}, seeds=1 if tiny else 6)]
+
+
 def parts(tiny: bool) -> list[Part]:
     """Tiny: the handwritten digits and a net of two residual blocks with BatchNorm."""
     return [
         Part("target", "How many steps to the target accuracy?", target(tiny)),
         Part("statistics", "Average, local or recomputed: does the policy for BatchNorm matter?",
              statistics(tiny)),
+        Part("small-statistics", "The same with a small net, also where shards differ",
+             small_statistics(tiny)),
     ]  # fmt: skip
 
 
@@ -46,6 +57,8 @@ STUDY = Study(
               "the same steps", "target", to_target("diloco", "palsgd")),
         Claim("none: the accuracy at the end", "target", ends(*METHODS)),
         Claim("none: the released code sets the statistics back", "statistics",
+              along("buffers", "diloco", "palsgd")),
+        Claim("none: the same with a small net", "small-statistics",
               along("buffers", "diloco", "palsgd")),
     ],
     # A step of 64 photographs on a V100 at 40% of its fp32 peak takes 250 ms.

@@ -87,6 +87,23 @@ LONGEST = replace(
 )
 
 
+def shards(task: Task) -> list[Call]:
+    """The same where shards differ, at three learning rates, with equal settings for all."""
+    grid = {
+        "sharding": ("reshuffled", "dirichlet:1", "dirichlet:0.1"),
+        "sync_every": list(task.intervals.values())[1:],
+        "lr": task.rates[:3],
+    }
+    size = {key: value for key, value in (task.size | task.usual).items() if key != "lr"}
+    mixed = {"mix_prob": 0.1, "pull": (0.0, 0.25, 0.5)}
+    local = {"method": ("localsgd", "diloco", "anchordecay")}
+    seeds = task.seeds // 2
+    return [
+        Sweep(name="palsgd", recipe=task.recipe, settings=size | grid | mixed, seeds=seeds),
+        Sweep(name="others", recipe=task.recipe, settings=size | grid | local, seeds=seeds),
+    ]
+
+
 def vision(tiny: bool) -> list[Call]:
     found = []
     for h in (8, 32) if tiny else (32, 128):
@@ -113,6 +130,7 @@ def parts(tiny: bool) -> list[Part]:
     return [
         *stories.parts(),
         *digits.parts(),
+        Part("digits-shards", "Does an anchor matter where shards differ?", shards(digits)),
         longest.parts()[0],
         Part("vision", "The same question on pictures in colour", vision(tiny)),
     ]
