@@ -42,6 +42,7 @@ sys.path.append(str(HERE / "peers"))
 
 NO_RECORD = "(There is no record yet.)"
 PEERS = "peers-2cores"  # the record of bench/peers.py
+TIME = "time-2cores"  # the record of bench/time_to_target.py
 
 Record = dict[str, Any]
 
@@ -327,6 +328,15 @@ def link_bare() -> str:
     return markdown(columns, rows)
 
 
+def time_to_target() -> str:
+    from time_rows import COLUMNS, cells
+
+    if not (RESULTS / f"{TIME}.json").is_file():
+        return NO_RECORD
+    found = record(TIME)
+    return f"{place(found)}\n\n{markdown(COLUMNS, [cells(row) for row in found['rows']])}"
+
+
 def peers(table: str, *arguments: str) -> str:
     """A table of bench/peers/reporting.py."""
     import reporting
@@ -448,6 +458,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "link": link,
     "link-summary": link_summary,
     "link-bare": link_bare,
+    "time-to-target": time_to_target,
     "peers-short": partial(peers, "short"),
     "peers-summary": partial(peers, "summary"),
     "peers-ratios": partial(peers, "ratio"),

@@ -11,7 +11,7 @@ from support.commands import ran
 from support.places import BENCH
 
 # What the scripts share, and tables, which test_tables.py is about.
-NOT_BENCHMARKS = ("common", "tables", "experiment_tables", "markdown_table")
+NOT_BENCHMARKS = ("common", "tables", "experiment_tables", "markdown_table", "time_rows")
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
 
@@ -91,6 +91,11 @@ FIGURES = {
         "bytes of a sync": [about(4 * 1440, 0.02)],
         "weights equal on all processes": True,
         "contenders come to the same weights": True,
+    },
+    "time_to_target": {  # final loss, gradients, exchanges
+        "k2-ddp, seed 1": [about(2.00895), 14, 14],
+        "k2-h4-p0, seed 1": [about(2.14585), 14, 5],
+        "k2-h4-p0.5, seed 1": [about(2.19574), 7, 5],
     },
     "uneven": {  # of the first seed, worker by worker; the last one is three times slower
         "gradients": {
