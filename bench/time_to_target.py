@@ -54,7 +54,7 @@ STATED: Record = {
 INTERVALS, PROBABILITIES = (8, 32, 128), (0.0, 0.05, 0.1, 0.25)
 TINY: Record = STATED | {
     "workload": "digits", "batch_size": 32, "steps": 14, "warmup_steps": 2, "evaluate_every": 2,
-    "rate": None,
+    "rate": None, "margin": 0.02,
 }  # fmt: skip
 NO_LIMIT = "1000gbit"  # what the model is told of loopback
 TIMEOUT_S = 3600.0

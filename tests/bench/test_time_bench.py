@@ -171,12 +171,12 @@ def test_runs_have_their_own_lines_and_rows_follow_from_them(tiny, time_rows):
 @pytest.mark.slow
 def test_runs_that_the_record_has_are_not_run_again(tiny):
     out, first = tiny
-    assert first.err.count(", seed 1\n") == 3
+    assert first.err.count(", seed 11\n") == 3
     record = json.loads(out.read_text())
     lacking = record | {"runs": record["runs"][:2]}
     out.write_text(json.dumps(lacking))
     again = ran(SCRIPT, "--tiny", "--out", out, timeout=280)
-    assert (again.code, again.err) == (0, "k2-h4-p0.5, seed 1\n")
+    assert (again.code, again.err) == (0, "k2-h4-p0.5, seed 11\n")
     found = json.loads(out.read_text())
     assert found["runs"][:2] == record["runs"][:2]
     assert [run["case"] for run in found["runs"]] == [run["case"] for run in record["runs"]]
