@@ -4,7 +4,8 @@ A shortened run on endless stories: 512 stories a step in place of 2,048, 512 st
 warm-up. All methods have the same.
 """
 
-from calls import OF_TEXTS, Call, Compare
+from calls import Call, Compare
+from gpt_neo_8m import OF_CORPUS
 from readings import ends, to_target
 from study import Claim, Part, Study, main
 
@@ -19,7 +20,7 @@ SHORT: dict[str, object] = {
 def parts(tiny: bool) -> list[Part]:
     recipe, size = ("stories", SHORT) if tiny else ("stories-gptneo-125m", FULL)
     calls: list[Call] = [
-        Compare(name="H16", recipe=recipe, methods=METHODS, settings=size, controls=OF_TEXTS,
+        Compare(name="H16", recipe=recipe, methods=METHODS, settings=size, controls=OF_CORPUS,
                 seeds=2 if tiny else 1, together=False)
     ]  # fmt: skip
     return [

@@ -3,15 +3,21 @@
 The main record is on endless stories with the paper's H, p, eta, warm-up and batch, as few real
 stories are at hand: a model of 8 M weights learns them by heart. Real stories stand beside it, with
 a batch of 128 in place of 2,048 and the paper's share of warm-up, a fifteenth of the run.
+
+Runs of the main part have 1,024 steps after the warm-up, 16 rounds of H = 64. The ablations have an
+eighth of the batch and a quarter of the warm-up, the same for all, so that three seeds of each are
+affordable.
 """
 
-from calls import OF_TEXTS, Call, Compare, Sweep, tuned_comparison
+from calls import Call, Compare, Sweep, tuned_comparison
 from readings import along, ends, mean_and_variance, to_target
 from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 OF_CORPUS = ("no-pull", "equal-gradients")
 PAPER = ("ddp", "diloco", "palsgd")
+MAIN: dict[str, object] = {"warmup_steps": 1024, "steps": 1024 + 1024}
+ABLATION: dict[str, object] = {"batch_size": 32, "warmup_steps": 256, "steps": 256 + 1024}
 SEED = 2022  # the paper's are 2022, 2023 and 2024
 # A few steps of a tiny model on the same stories. Evaluations take longer than they do.
 SHORT = {"workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
@@ -22,25 +28,30 @@ def recipe(tiny: bool, name: str) -> tuple[str, dict[str, object]]:
     return ("stories", dict(SHORT)) if tiny else (name, {})
 
 
-def compared(tiny: bool, name: str, seeds: int, **settings: object) -> Compare:
+def compared(tiny: bool, name: str, seeds: int, methods: tuple[str, ...] = PAPER) -> Compare:
     base, size = recipe(tiny, name)
     return Compare(
-        name=name, recipe=base, methods=PAPER, settings={**size, "seed": SEED, **settings},
-        seeds=min(seeds, 2) if tiny else seeds, controls=OF_TEXTS, together=False,
+        name=name, recipe=base, methods=methods, settings={**(size or MAIN), "seed": SEED},
+        seeds=min(seeds, 2) if tiny else seeds, controls=OF_CORPUS, together=False,
     )  # fmt: skip
 
 
-def swept(tiny: bool, name: str, **grid: list) -> Sweep:
+def swept(tiny: bool, name: str, seeds: int = 3, **grid: list) -> list[Call]:
+    """One call for each seed, as about a dozen runs fit into memory together."""
     base, size = recipe(tiny, "stories-gptneo-8m")
     few = {key: values[:2] for key, values in grid.items()} if tiny else grid
-    settings = {**size, "seed": SEED, **few}
-    return Sweep(name=name, recipe=base, settings=settings, together=False)
+    return [
+        Sweep(name=f"{name}-{seed}", recipe=base,
+              settings={**(size or ABLATION), "seed": seed, **few})
+        for seed in range(SEED, SEED + (1 if tiny else seeds))
+    ]  # fmt: skip
 
 
 def tuned(tiny: bool) -> list[Call]:
     base, size = recipe(tiny, "stories-gptneo-8m")
     many: dict[str, int] = dict(trials=2, seeds=2) if tiny else dict(trials=4, seeds=3)
-    return tuned_comparison("H64", base, METHODS, together=False, **many, **size)
+    half = ABLATION | {"batch_size": 16}  # twice as many runs fit into memory
+    return tuned_comparison("H64", base, METHODS, **many, **(size or half))  # type: ignore[arg-type]
 
 
 # Five epochs of the 25,443 stories at hand, 128 stories a step, with the paper's share of warm-up.
@@ -60,7 +71,7 @@ def corpus(tiny: bool) -> list[Call]:
 def parts(tiny: bool) -> list[Part]:
     return [
         Part("main", "How many steps to the loss that DDP ends with, at the paper's settings?",
-             [compared(tiny, "stories-gptneo-8m", 3)]),
+             [compared(tiny, "stories-gptneo-8m", 3, (*PAPER, "anchordecay"))]),
         Part("figure", "The same at K = 8 and 4 with H = 16, as in the paper's figures?",
              [compared(tiny, "stories-gptneo-8m-h16", 1), compared(tiny, "stories-gptneo-8m-k4", 1)]
              ),
@@ -68,15 +79,15 @@ def parts(tiny: bool) -> list[Part]:
         Part("corpus", "Is it the same on real stories, with the batch scaled to their number?",
              corpus(tiny)),
         Part("eta", "What does the strength of mixing do to the loss?",
-             [swept(tiny, "eta", mix_rate=[0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])]),
+             swept(tiny, "eta", mix_rate=[0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])),
         Part("p", "What does the share of mixing steps do to the loss?",
-             [swept(tiny, "p", mix_prob=[0.025, 0.05, 0.1, 0.25, 0.5])]),
+             swept(tiny, "p", mix_prob=[0.025, 0.05, 0.1, 0.25, 0.5])),
         Part("H", "What does the interval do to the loss?",
-             [swept(tiny, "H", sync_every=[4, 8] if tiny else [32, 64, 128, 256],
-                    method=["diloco", "palsgd"])]),
+             swept(tiny, "H", sync_every=[4, 8] if tiny else [32, 64, 128, 256],
+                   method=["diloco", "palsgd"])),
         Part("optimizers", "Which inner and outer optimizers go together?",
-             [swept(tiny, "optimizers", inner=["sgd", "adam", "adamw"],
-                    outer=["sgd", "sgd_m", "nesterov", "adamw"], outer_lr=[1.0, 0.2, 1e-3])]),
+             swept(tiny, "optimizers", seeds=1, inner=["sgd", "adam", "adamw"],
+                   outer=["sgd", "sgd_m", "nesterov", "adamw"], outer_lr=[1.0, 0.2, 1e-3])),
     ]  # fmt: skip
 
 

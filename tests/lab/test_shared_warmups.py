@@ -11,7 +11,7 @@ import yaml
 from palsgd.lab import compare, run_set
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
-from palsgd.lab.warmups import LATER, SharedWarmUps
+from palsgd.lab.warmups import LATER, SharedWarmUps, warmup_of
 from palsgd.simulator import Checkpoints
 from palsgd.simulator.vectorized import Vectorized
 from support.commands import lines, summary
@@ -133,6 +133,22 @@ def test_runs_whose_warm_ups_differ_share_none(change):
     assert found[0] is found[2] is not None
     assert found[1] is found[3] is not None
     assert found[0] is not found[1]
+
+
+def test_runs_whose_length_is_rounded_to_their_rounds_share_a_warm_up_only_with_equal_ones():
+    """With another H they have other steps in all, and the cosine another shape."""
+    epochs = SETTINGS | {"steps": None, "epochs": 3.0, "whole_rounds": True}
+    first = Settings(workload="digits", **epochs)
+    longer = replace(first, sync_every=13)
+    assert warmup_of(first) != warmup_of(longer)
+    assert warmup_of(first) == warmup_of(replace(first, method="ddp"))
+    assert warmup_of(replace(first, steps=50)) == warmup_of(replace(longer, steps=50))
+
+
+def test_settings_of_a_method_alone_do_not_keep_runs_apart():
+    first = Settings(workload="digits", **SETTINGS)
+    own = replace(first, method="slowmo", method_settings={"method.momentum": 0.7})
+    assert warmup_of(first) == warmup_of(own)
 
 
 def test_what_acts_later_is_named_by_its_setting():

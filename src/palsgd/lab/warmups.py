@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from palsgd.lab.settings import Settings
@@ -65,5 +66,9 @@ class SharedWarmUps:
 
 
 def warmup_of(settings: Settings) -> tuple[Any, ...]:
-    """Equal for settings that are the same until the warm-up has ended."""
-    return tuple((k, str(v)) for k, v in settings.as_dict().items() if k not in LATER)
+    """Equal for settings that are the same until the warm-up has ended. Where a length in epochs is
+    rounded to rounds, H changes it, and with it the schedule of the learning rate."""
+    rounded = settings.whole_rounds and settings.steps is None
+    later = set(LATER) - ({"sync_every"} if rounded else set())
+    own = [each.name for each in fields(settings) if each.name not in later]
+    return tuple((name, str(getattr(settings, name))) for name in own)
