@@ -9,7 +9,8 @@ import torch
 import yaml
 
 from palsgd.lab import compare, run_set
-from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.groups import group
+from palsgd.lab.run_folder import RunFolder, find_runs
 from palsgd.lab.settings import Settings
 from palsgd.lab.warmups import LATER, SharedWarmUps, warmup_of
 from palsgd.simulator import Checkpoints
@@ -50,6 +51,11 @@ def compared(workload, out, *, methods=METHODS, together=True, **more):
     options = {"quiet": True, "share_program": together, **more.pop("options", {})}
     compare(workload, methods, out=out, tuned="none", options=options, **{**SETTINGS, **more})
     return out
+
+
+def labels(folder: Path) -> dict[str, int]:
+    """The settings that are judged, with the number of their seeds."""
+    return {each.label: len(each.runs) for each in group(find_runs([folder]))}
 
 
 @pytest.fixture
@@ -100,6 +106,7 @@ def test_stacked_runs_start_after_the_warm_ups_of_their_seeds(tmp_path, computed
     mine = compared("digits", tmp_path / "shared", seeds=2)
     assert_same_runs(mine, computed_each("digits", tmp_path / "own", seeds=2))
     assert computed_by(mine / "palsgd,seed=4") == "ddp,seed=4"
+    assert labels(mine) == dict.fromkeys(METHODS, 2)  # who computed a warm-up is no setting
 
 
 def test_a_model_of_a_shared_warm_up_that_stays_the_best_is_kept_for_every_run(

@@ -13,7 +13,7 @@ SYMBOLS = {"sync_every": "H", "mix_prob": "p", "mix_rate": "η", "workers": "K"}
 # Fields of a run that are no settings, or that repeat a setting.
 _NOT_SETTINGS = {
     "schema", "seed", "floor", "method", "workload", "commit", "dirty", "command", "same_as",
-    "program", "link", "changes", "twin_of", *NOT_COMPUTED,
+    "program", "warmup_computed_by", "link", "changes", "twin_of", *NOT_COMPUTED,
 }  # fmt: skip
 
 

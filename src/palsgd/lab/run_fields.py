@@ -34,7 +34,8 @@ def check_config(values: Mapping[str, Any]) -> None:
     program = values.get("program") or []
     if not isinstance(program, list):
         raise ValueError(f"program={in_error(program)} must be a list of runs")
-    for name in (*program, *(values.get(key) or "run" for key in ("same_as", "twin_of"))):
+    others = (values.get(key) or "run" for key in ("same_as", "twin_of", "warmup_computed_by"))
+    for name in (*program, *others):
         _check_run(name)
 
 
