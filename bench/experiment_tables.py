@@ -121,6 +121,50 @@ def _over_ddp(row: Record | None) -> str:
     return loss if row["difference"] is None else f"{loss}, {share(row['difference'])}"
 
 
+def shards_map(name: str, part: str) -> str:
+    """What pulling methods end above DiLoCo where shards differ, by H and learning rate."""
+    rows: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        own, given = row["method"], row["given"]
+        place = rows.setdefault((given["sharding"], given["sync_every"], given["lr"]), {})
+        if own == "diloco":
+            place[own] = f"{row['loss']['value']:.4f}"
+        elif row["over_plain"] is not None:
+            place[own if own != "palsgd" else f"pull {given['pull']:g}"] = share(
+                row["over_plain"], 1
+            )
+    columns = ("pull 0", "pull 0.25", "pull 0.5", "anchordecay")
+    order = sorted(rows, key=lambda place: (SHARDS.index(place[0]), *place[1:]))
+    cells = [(sharding, str(h), f"{lr:g}", rows[sharding, h, lr]["diloco"],
+              *(rows[sharding, h, lr][each] for each in columns))
+             for sharding, h, lr in order]  # fmt: skip
+    head = ("shards", "H", "lr", "DiLoCo's loss", *(f"PALSGD, {each}" for each in columns[:3]))
+    return markdown((*head, "AnchorDecay"), cells)
+
+
+def released_table(name: str, part: str) -> str:
+    """Readings of PALSGD beside DiLoCo."""
+    rows = [
+        (READINGS.get(row["label"], row["label"]), f"{row['loss']['value']:.4f}",
+         "" if row["difference"] is None else share(row["difference"], 1),
+         "" if row["over_plain"] is None else share(row["over_plain"], 1))
+        for row in experiment(name)["parts"][part]["settings"]
+    ]  # fmt: skip
+    return markdown(("what is mixed", "loss", "over DDP", "over DiLoCo"), rows)
+
+
+def statistics_table(name: str, part: str) -> str:
+    """Accuracy by method, shards and the policy for BatchNorm's statistics."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        place = rows.setdefault((row["method"], row["given"]["sharding"]), {})
+        value, low, high = (100 * row["metric"][key] for key in ("value", "low", "high"))
+        place[row["given"]["buffers"]] = f"{value:.1f}% [{low:.1f}, {high:.1f}]"
+    columns = ("average", "local", "recompute")
+    cells = [(*head, *(own[each] for each in columns)) for head, own in rows.items()]
+    return markdown(("method", "shards", *columns), cells)
+
+
 def chaos() -> str:
     shown = {
         "injected": "injected",
@@ -136,6 +180,16 @@ def chaos() -> str:
 
 
 PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
+SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
+READINGS = {  # of PALSGD, as the labels of their settings say them
+    "ddp": "DDP",
+    "diloco": "nothing: DiLoCo",
+    "palsgd draws=balanced discard batches=no": "the whole model",
+    "palsgd draws=shared discard batches=yes": "the same with the code's coins and batches",
+    "ReleasedCode draws=balanced discard batches=no": "the first tensor alone, as the code does",
+    "ReleasedCode draws=shared discard batches=yes": "the same with the code's coins and batches",
+    "AsPrinted": "the whole model, never set to the anchor: Algorithm 1 as printed",
+}
 INTERVALS = ("H16", "H64", "H256")
 TABLES: dict[str, Callable[[], str]] = {
     "tuned-digits": tuned_digits,
@@ -145,5 +199,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "pull-map-digits": partial(pull_map, PAYS_DIGITS, "digits-strength", 1),
     "room": partial(room_map, PAYS, *INTERVALS),
     "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
+    "shards-digits": partial(shards_map, "2026-11-17-digits-shards", "digits-shards"),
+    "released-digits": partial(released_table, "2026-11-17-released-code-digits", "digits"),
+    "statistics-small": partial(
+        statistics_table, "2026-11-17-batchnorm-digits", "small-statistics"
+    ),
     "chaos": chaos,
 }
