@@ -52,6 +52,11 @@ class Call(ABC):
         """The folder of its runs that are judged; None: it has none."""
         return runs / self.name
 
+    @property
+    def shares_warmups(self) -> bool:
+        """Are the runs of `stages` what will run? A search will choose other learning rates."""
+        return True
+
     def shortened(self, share: float) -> Self:
         """The same with runs of a share of their length, warm-ups included."""
         whole = {key: value for key, value in self.settings.items() if not _is_list(value)}
@@ -81,6 +86,10 @@ class Tune(Call):
     def judged(self, runs: Path, tuning: Path) -> None:
         return None
 
+    @property
+    def shares_warmups(self) -> bool:
+        return False
+
     def stages(self) -> list[list[Settings]]:
         base = workloads.recipe(self.recipe).changed({**self.settings, "split": "choose"})
         first, *second = rungs(self.trials, self.seeds)
@@ -105,6 +114,10 @@ class Compare(Call):
     methods: Sequence[str]
     controls: bool | Sequence[str] = False
     tuned_by: str | None = None  # the name of a Tune or Grid of the same part
+
+    @property
+    def shares_warmups(self) -> bool:
+        return self.tuned_by is None
 
     def judged(self, runs: Path, tuning: Path) -> Path | None:
         """With settings that a search chose, a folder that is named after them: a search that goes

@@ -68,7 +68,8 @@ NOTHING = Estimate(0, 0, 0.0, 0.0)
 
 
 def estimate(call: Call) -> Estimate:
-    return sum((_stage(runs, call.together) for runs in call.stages()), NOTHING)
+    stages = call.stages()
+    return sum((_stage(runs, call.together, call.shares_warmups) for runs in stages), NOTHING)
 
 
 def reasons(calls: Iterable[Call]) -> list[str]:
@@ -82,7 +83,7 @@ def source_of(settings: Settings) -> Source:
     return SOURCES.get(settings.workload, UNKNOWN)
 
 
-def _stage(runs: list[Settings], together: bool) -> Estimate:
+def _stage(runs: list[Settings], together: bool, shares_warmups: bool) -> Estimate:
     programs: dict[Any, list[Settings]] = {}
     for number, run in enumerate(runs):
         programs.setdefault(shape_of(run) if together else number, []).append(run)
@@ -94,8 +95,13 @@ def _stage(runs: list[Settings], together: bool) -> Estimate:
         for run in program:
             own = gradient_examples(run) - (warmup_examples(run) if warm <= known else 0)
             examples, seconds = examples + own, seconds + own / _per_s(source_of(run))
-        known |= warm
+        known |= warm if shares_warmups and _stacked(program[0]) else set()
     return Estimate(len(runs), len(programs), examples, (starts + seconds) / 60)
+
+
+def _stacked(run: Settings) -> bool:
+    """Others compute every warm-up."""
+    return _case(source_of(run).case)["engine"] == "vectorized"
 
 
 def _per_s(source: Source) -> float:

@@ -56,13 +56,14 @@ def to_target(*methods: str, axis: str = "step") -> Reading:
     return read
 
 
-def along(field: str, *methods: str) -> Reading:
-    """The judged quality of each method for each value of a setting."""
+def along(field: str, *methods: str, **where: object) -> Reading:
+    """The judged quality of each method for each value of a setting, of runs that have the settings
+    in `where`."""
 
     def read(found: Comparison) -> str:
         texts = []
         for method in methods:
-            groups = _named(found, method)
+            groups = [g for g in _named(found, method) if where.items() <= g.settings.items()]
             values = sorted({g.settings[field] for g in groups if field in g.settings}, key=_key)
             best = {value: _best(found, [g for g in groups if g.settings.get(field) == value])
                     for value in values}  # fmt: skip

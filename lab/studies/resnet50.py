@@ -60,7 +60,9 @@ STUDY = Study(
         Claim("none: the released code sets the statistics back", "statistics",
               along("buffers", "diloco", "palsgd")),
         Claim("none: the same with a small net", "small-statistics",
-              along("buffers", "diloco", "palsgd")),
+              along("buffers", "diloco", "palsgd", sharding="reshuffled")),
+        Claim("none: the same where shards differ", "small-statistics",
+              along("buffers", "diloco", "palsgd", sharding="dirichlet:0.1")),
     ],
     # A step of 64 photographs on a V100 at 40% of its fp32 peak takes 250 ms.
     links=("1200gbit,15us,step=250ms", "1gbit,1ms,step=250ms", "100mbit,10ms,step=250ms"),

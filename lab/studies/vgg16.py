@@ -12,6 +12,9 @@ from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 FULL: dict[str, Any] = {"precision": "bf16", **ACCURACY}
+# A fifth of the paper's warm-ups, and three rounds of 1,024: whole rounds of every H.
+WHOLE = FULL | {"epochs": None, "whole_rounds": False, "warmup_steps": 410,
+                "lr_warmup_epochs": 2.0, "steps": 410 + 3 * 1024}  # fmt: skip
 SHORT: dict[str, object] = {
     "steps": 96, "batch_size": 16, "warmup_steps": 16, "pull": 0.5, **ACCURACY,
 }  # fmt: skip
@@ -19,13 +22,13 @@ SHORT: dict[str, object] = {
 
 def interval(tiny: bool) -> list[Call]:
     """At the middle of the paper's learning rates, which are the same for every H."""
-    recipe, size = ("digits", SHORT) if tiny else ("cifar10-vgg16", FULL)
+    recipe, size = ("digits", SHORT) if tiny else ("cifar10-vgg16", WHOLE)
     lengths = [8, 32] if tiny else [32, 64, 128, 256, 512, 1024]
     local = {"method": ["localsgd", "diloco", "palsgd"], "sync_every": lengths}
-    return shortened(tiny, 0.2, [
+    return [
         Sweep(name="local", recipe=recipe, settings={**size, **local}),
         Sweep(name="ddp", recipe=recipe, settings={**size, "method": ["ddp"]}),
-    ])  # fmt: skip
+    ]
 
 
 def shortened(tiny: bool, share: float, calls: list[Call]) -> list[Call]:

@@ -8,7 +8,8 @@ import pytest
 import torch
 import yaml
 
-from palsgd.lab import compare, run_set
+from palsgd.errors import NonFiniteError
+from palsgd.lab import compare, run_set, sweep
 from palsgd.lab.groups import group
 from palsgd.lab.run_folder import RunFolder, find_runs
 from palsgd.lab.settings import Settings
@@ -226,6 +227,64 @@ def test_a_warm_up_that_was_stopped_and_gone_on_with_is_passed_on(tmp_path, monk
     compared("digits", out, options={"resume": True}, **spoils)
     assert computed_by(out / "diloco") == "ddp"
     assert_same_runs(out, whole)
+
+
+def test_the_best_model_is_that_of_the_run_whose_warm_up_was_left(noisy, tmp_path):
+    """With dropout, runs of one seed in one program see other models in the same warm-up."""
+    out = tmp_path / "out"
+    grid = dict(sync_every=[8, 16], mix_prob=[0.1, 0.25, 0.5])
+    own = SETTINGS | {"outer_lr": 500.0, "lr": 0.3}
+    own.pop("sync_every")
+    sweep(noisy, out=out, options={"quiet": True}, **own, **grid)
+    assert computed_by(out / "sync_every=16,mix_prob=0.5") == "sync_every=8,mix_prob=0.1"
+    for name in runs_in(out):
+        assert RunFolder(out / name).best()["step"] == summary(out / name)["best_step"]
+
+
+def test_a_run_that_is_stopped_before_its_first_evaluation_has_the_best_model_of_its_warm_up(
+    tmp_path, monkeypatch
+):
+    spoils = dict(methods=["ddp", "diloco"], together=False, outer_lr=500.0, lr=0.3,
+                  checkpoint_every=1, evaluate_every=17)  # fmt: skip
+    whole = compared("digits", tmp_path / "whole", **spoils)
+    saved, out = Checkpoints.save, tmp_path / "out"
+
+    def stopped(self, clock, state):
+        saved(self, clock, state)
+        if self.folder.parent.name == "diloco":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            compared("digits", out, **spoils)
+    assert RunFolder(out / "diloco").best()["step"] == 17
+    compared("digits", out, options={"resume": True}, **spoils)
+    assert_same_runs(out, whole)
+
+
+def test_a_warm_up_that_failed_in_its_last_step_is_not_passed_on(tmp_path, monkeypatch):
+    checked, calls = Vectorized._loss_error, []
+
+    def at_the_end_of_the_first(self, member, losses):
+        calls.append(self.clock)
+        if calls.count(WARMUP) == 1 and self.clock == WARMUP:
+            return NonFiniteError("the loss is nan")
+        return checked(self, member, losses)
+
+    monkeypatch.setattr(Vectorized, "_loss_error", at_the_end_of_the_first)
+    with pytest.warns(UserWarning, match="localsgd"):
+        compared("digits", tmp_path, methods=["localsgd", "diloco"], together=False)
+    assert RunFolder(tmp_path / "localsgd").failure
+    assert computed_by(tmp_path / "diloco") is None
+
+
+def test_what_a_run_has_sent_in_a_shared_warm_up_is_its_own(tmp_path, computed_each):
+    """A header of draws=paced is longer than DDP's."""
+    paced = dict(methods=["ddp", "palsgd"], draws="paced", speeds="1:1:0.5")
+    mine = compared("digits", tmp_path / "shared", **paced)
+    assert computed_by(mine / "palsgd") == "ddp"
+    assert_same_runs(mine, computed_each("digits", tmp_path / "own", **paced))
 
 
 def test_a_warm_up_with_a_skipped_step_is_not_passed_on(tmp_path, monkeypatch):

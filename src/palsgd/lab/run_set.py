@@ -332,7 +332,8 @@ def _simulate(
     def simulated(name: str) -> SimulatedRun:
         run = runs[name]
         data = loaded(run.workload, **data_settings(run))
-        return SimulatedRun(run, data, RunFolder(out / name), warmups.of(run))
+        warmup = warmups.of(run) if name in waiting else None
+        return SimulatedRun(run, data, RunFolder(out / name), warmup)
 
     whole = Whole(runs=len(waiting), work=work_of(runs[name] for name in waiting))
     for names, vectorize, resumed in grouped(

@@ -149,6 +149,10 @@ class SimulatedProgram:
         names = [run.folder.path.name for run in self._runs]
         for run in self._runs:
             run.start(self._program.engine, names, warm=self._program.starts_warm)
+        if self._program.starts_warm:
+            self._program.start_warm()
+            for run, history in self._histories():
+                run.start_warm(history)
 
     def train(self, *, quiet: bool, whole: Whole | None = None, until: float | None = None) -> None:
         first, program = self._runs[0], self._program

@@ -30,6 +30,7 @@ from palsgd.lab.warmups import LabWarmUp
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 from palsgd.simulator.result import Result
+from palsgd.simulator.warm_start import WarmUp
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = (
@@ -77,7 +78,8 @@ class SimulatedRun:
         self._losses: list[float] = []  # of the entries since the last line
         self._best: dict[str, Any] = {}
         self._clock = 0  # of the last exchange
-        self._warmup, self._starts_warm = warmup, False
+        self._warmup = None if warmup is None else RunsWarmUp(self, warmup)
+        self.warmup_best: dict[str, Any] = {}  # until others may start after this run's warm-up
 
     # -- what a simulation asks for ----------------------------------------------------------------
 
@@ -108,30 +110,19 @@ class SimulatedRun:
             if self._recomputes:
                 self.recompute_buffers(model)
             found = evaluated(self.workload, model)
-        self._adopt_best()
         if self._is_best(found["metric"]):
             self._best = {"metric": found["metric"], "model": copy.deepcopy(model.state_dict())}
-            self._leave_best(self._best["model"])
+            self._keep_for_others(self._best)
         return found
 
     def _is_best(self, metric: float) -> bool:
         sign = 1 if self.workload.higher_is_better else -1
         return not self._best or sign * metric > sign * self._best["metric"]
 
-    def _leave_best(self, model: dict[str, torch.Tensor]) -> None:
-        """In a warm-up that others will start after: the best model so far is theirs too."""
-        if self._warmup is not None and self._warmup.found is None:
-            self._warmup.best = {"metric": self._best["metric"], "model": model}
-            self._warmup.computed_by = self._warmup.computed_by or self.folder.path.name
-
-    def _adopt_best(self) -> None:
-        """After a warm-up that another run has computed: its best model is this run's too."""
-        if self._starts_warm and self._clock:  # before training it is the run's own
-            assert self._warmup is not None
-            self._starts_warm = False
-            best = self._warmup.best
-            if best and self._is_best(best["metric"]):
-                self._best = dict(best)
+    def _keep_for_others(self, best: dict[str, Any]) -> None:
+        """In a warm-up that others may start after: the best model so far will be theirs too."""
+        awaited = self._warmup is not None and self._warmup.found is None
+        self.warmup_best = dict(best) if awaited else {}
 
     @property
     def _recomputes(self) -> bool:
@@ -171,8 +162,7 @@ class SimulatedRun:
 
     def start(self, engine: str, program: list[str], *, warm: bool = False) -> None:
         """Make the folder, and evaluate the model as the simulation builds it. `warm`: training
-        starts after the warm-up that the run has in common with others."""
-        self._starts_warm = warm
+        starts after a warm-up that another run has computed."""
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
             model = self.workload.model().to(self.workload.device)
@@ -185,14 +175,19 @@ class SimulatedRun:
                 self.settings, self.workload, self.steps, engine=engine, model=model
             )
             self.folder.start_over()
-            self.folder.create(config | {"program": program} | self._origin())
+            origin = {}
+            if warm and self._warmup is not None:
+                origin = {"warmup_computed_by": self._warmup.shared.computed_by}
+            self.folder.create(config | {"program": program} | origin)
         self._write()
 
-    def _origin(self) -> dict[str, str]:
-        """Which run has computed the warm-up, if it was another."""
-        if not self._starts_warm or self._warmup is None:
-            return {}
-        return {"warmup_computed_by": str(self._warmup.computed_by)}
+    def start_warm(self, history: list[dict[str, Any]]) -> None:
+        """Take over the lines and the best model of a warm-up that another run has computed."""
+        assert self._warmup is not None
+        self._take(history)
+        if self._is_best(self._warmup.shared.best["metric"]):
+            self._best = dict(self._warmup.shared.best)
+        self._write()
 
     def state(self) -> dict[str, Any]:
         """What is saved of this run beside the simulation."""
@@ -208,9 +203,9 @@ class SimulatedRun:
         sign = 1 if self.workload.higher_is_better else -1
         metrics = [line["metric"] for line in self._lines if "metric" in line]
         self._best = {"metric": max(metrics, key=lambda metric: sign * metric)}
-        written = self.folder.best()
+        written = None if self._warmup is None else self.folder.best()
         if written is not None and written["metric"] == self._best["metric"]:
-            self._leave_best(written["model"])
+            self._keep_for_others({"metric": written["metric"], "model": written["model"]})
         if self._writes:
             self.folder.write_lines(self._lines)
         self._written = len(self._lines)
@@ -298,6 +293,29 @@ class SimulatedRun:
         if "metric" in entry:
             line |= entry["metric"]
         return line
+
+
+class RunsWarmUp:
+    """A run's hand on the warm-up that it shares."""
+
+    def __init__(self, run: SimulatedRun, shared: LabWarmUp):
+        self.shared, self._run = shared, run
+
+    @property
+    def steps(self) -> int:
+        return self.shared.steps
+
+    @property
+    def found(self) -> WarmUp | None:
+        return self.shared.found
+
+    def leave(self, found: WarmUp) -> None:
+        """With the best model of the same run, as those of others may differ. A run that went on
+        from a checkpoint without its best model leaves nothing."""
+        best, self._run.warmup_best = self._run.warmup_best, {}
+        if best:
+            self.shared.leave(found)
+            self.shared.best, self.shared.computed_by = best, self._run.folder.path.name
 
 
 def shape_of(settings: Settings) -> tuple[Any, ...]:

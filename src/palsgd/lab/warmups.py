@@ -37,11 +37,11 @@ LATER = (
 
 
 class LabWarmUp(SharedWarmUp):
-    """A warm-up with the best model that was seen in it, and the run that computed it."""
+    """A warm-up with the run that computed it, and the best model that this run saw in it."""
 
     def __init__(self, steps: int):
         super().__init__(steps)
-        self.computed_by: str | None = None
+        self.computed_by = ""
         self.best: dict[str, Any] = {}
 
 

@@ -4,5 +4,14 @@ from palsgd.simulator.checkpoints import Checkpoints
 from palsgd.simulator.program import Program
 from palsgd.simulator.result import Result
 from palsgd.simulator.simulate import programs, simulate, simulate_many
+from palsgd.simulator.warm_start import SharedWarmUp
 
-__all__ = ["Checkpoints", "Program", "Result", "programs", "simulate", "simulate_many"]
+__all__ = [
+    "Checkpoints",
+    "Program",
+    "Result",
+    "SharedWarmUp",
+    "programs",
+    "simulate",
+    "simulate_many",
+]

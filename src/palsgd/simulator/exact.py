@@ -170,6 +170,9 @@ class Exact:
     name = "exact"
     starts_warm = False  # it computes every warm-up
 
+    def start_warm(self) -> None:
+        pass
+
     def __init__(
         self,
         *,

@@ -21,7 +21,7 @@ from palsgd.simulator.room import check_memory, runs_that_fit
 from palsgd.simulator.run import Run
 from palsgd.simulator.stacking_checks import CannotVectorizeError, LoopIsFasterError, has_hooks
 from palsgd.simulator.vectorized import Vectorized, alike
-from palsgd.simulator.warm_start import SharedWarmUp
+from palsgd.simulator.warm_start import CommonWarmUp
 
 log = logging.getLogger("palsgd")
 
@@ -38,6 +38,9 @@ class Engine(Protocol):
     @property
     def starts_warm(self) -> bool:
         """Does it start after a warm-up that others have computed?"""
+
+    def start_warm(self) -> None:
+        """Go there, before the first call of `advance`, which would do so too."""
 
     @property
     def recorders(self) -> Sequence[Recorder]:
@@ -80,6 +83,10 @@ class Program:
     def starts_warm(self) -> bool:
         """Does it start after a warm-up that other runs have computed?"""
         return self._engine.starts_warm
+
+    def start_warm(self) -> None:
+        """Go to the end of that warm-up, so that `histories` has it before training."""
+        self._engine.start_warm()
 
     @property
     def clock(self) -> int:
@@ -132,7 +139,7 @@ class Start:
     seed: int
     rngs: list[Randomness]  # of the workers, for the exact engine
     recorder: Recorder
-    warmup: SharedWarmUp | None  # what it has in common with other runs
+    warmup: CommonWarmUp | None  # what it has in common with other runs
 
     def try_batches(self) -> None:
         """Draw the first batch of each worker with the random numbers of the exact engine."""

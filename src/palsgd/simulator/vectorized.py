@@ -36,7 +36,7 @@ from palsgd.simulator.stacking_checks import (
     writable,
 )
 from palsgd.simulator.stretch import GradientSlot, RunStretch, TickRates
-from palsgd.simulator.warm_start import SharedWarmUp, WarmUp, known_warmups
+from palsgd.simulator.warm_start import CommonWarmUp, WarmUp, is_wanted, known_warmups
 from palsgd.simulator.workerwise_rules import WorkerwiseRules
 
 log = logging.getLogger("palsgd")
@@ -94,7 +94,7 @@ class Vectorized:
         *,
         steps: int,
         seed: int = 0,
-        warmups: list[SharedWarmUp | None] | None = None,
+        warmups: list[CommonWarmUp | None] | None = None,
     ):
         """`warmups`: what each run shares with others."""
         first = runs[0]
@@ -187,8 +187,7 @@ class Vectorized:
         or every run has ended."""
         for run in self.runs:
             run.end_at(self.steps)
-        if self.clock == 0:
-            self._start_warm()
+        self.start_warm()
         with (
             own_randomness(self._rng),
             self._watch.running(),
@@ -206,8 +205,9 @@ class Vectorized:
     def starts_warm(self) -> bool:
         return bool(self._known)
 
-    def _start_warm(self) -> None:
-        for number, warmup in enumerate(self._known):
+    def start_warm(self) -> None:
+        """Go to the end of the warm-ups that are known, before training."""
+        for number, warmup in enumerate(self._known if self.clock == 0 else []):
             warmup.give(self.runs[number], number, self.stack)
             self.clock = warmup.steps
             self._watch.set(warmup.seconds)
@@ -215,8 +215,8 @@ class Vectorized:
 
     def _keep_warmup(self, member: Member) -> None:
         shared = self._warmups[member.number]
-        if shared is not None and shared.is_wanted_of(member.run, self.clock):
-            shared.found = WarmUp.of(member.run, member.number, self.stack)
+        if shared is not None and is_wanted(shared, member.run, self.clock):
+            shared.leave(WarmUp.of(member.run, member.number, self.stack))
 
     def _goes_on(self) -> bool:
         return self.clock < self.steps and any(run.error is None for run in self.runs)

@@ -7,7 +7,7 @@ the others start where it ended. The stacked engine does so; the exact one compu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,11 +49,18 @@ class WarmUp:
 
     @torch.no_grad()
     def give(self, run: Run, number: int, stack: StackedWorkers) -> None:
-        """Let a run that has not begun start here."""
+        """Let a run that has not begun start here. What it has sent until then is its own: a header
+        may be longer than that of the run which computed the warm-up."""
+        sent = {}
         for clock in range(self.steps):
             run.tick(clock)
             run.warmed_up(clock + 1, skipped=False)
-        assert run.worker.inner.rates() == self.rates, "this run has a warm-up of its own"
+            sent[clock + 1] = run.ledgers[0].bytes_sent
+        if (rates := run.worker.inner.rates()) != self.rates:
+            raise ValueError(
+                f"a run has the learning rates {rates} after its warm-up, and that which it shares "
+                f"ends with {self.rates}; give it a SharedWarmUp of its own"
+            )
         for x, row in zip(stack.params, self.params, strict=True):
             x[number] = row
         for kept, rows in zip(stack.state, self.state, strict=True):
@@ -65,22 +72,43 @@ class WarmUp:
         for source, place in zip(run.batches, self.batches, strict=True):
             source.load(place)
         run.recorder.load(self.history)
+        for entry in run.recorder.history:
+            entry["bytes_sent"] = sent[entry["clock"]]
+
+
+class CommonWarmUp(Protocol):
+    """A warm-up that several runs have in common."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def found(self) -> WarmUp | None:
+        """What a run has left; None: nobody has computed it yet."""
+
+    def leave(self, found: WarmUp) -> None:
+        """Keep it for the runs that begin later."""
 
 
 class SharedWarmUp:
-    """A warm-up of so many steps that several runs have in common. The first run that ends it
-    leaves it here, unless a step of it was skipped."""
+    """One of so many steps. The first run that ends it well leaves it here."""
 
     def __init__(self, steps: int):
         self.steps = steps
         self.found: WarmUp | None = None
 
-    def is_wanted_of(self, run: Run, clock: int) -> bool:
-        whole = clock == self.steps and not run.ledgers[0].skipped_steps
-        return whole and self.found is None
+    def leave(self, found: WarmUp) -> None:
+        self.found = found
 
 
-def known_warmups(shared: Sequence[SharedWarmUp | None]) -> list[WarmUp]:
+def is_wanted(common: CommonWarmUp, run: Run, clock: int) -> bool:
+    """Has the run just ended a warm-up that nobody has left yet? One with a skipped step is not
+    passed on, as how many were skipped is part of what a run has done."""
+    whole = clock == common.steps and run.error is None and not run.ledgers[0].skipped_steps
+    return whole and common.found is None
+
+
+def known_warmups(shared: Sequence[CommonWarmUp | None]) -> list[WarmUp]:
     """Those of all runs of a program, which start together; none if one of them is not known."""
     found = [each.found for each in shared if each is not None and each.found is not None]
     return found if len(found) == len(shared) else []
