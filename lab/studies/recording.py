@@ -38,6 +38,7 @@ from palsgd.lab.run_folder import write_json
 RUNS = "runs.tar.xz"
 # Settings that a record says.
 GIVEN = ("workers", *FIELDS, "mix_prob", "mix_rate", "pull", "sharding", "buffers")
+MOST_CURVES = 40
 # Figures that say how runs went, not how they ended; and axes that repeat another one's.
 LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss", "map"), ("examples", "bytes_sent")
 
@@ -72,8 +73,8 @@ def write_record(
     else:
         keep_runs(parts, place, folder / RUNS)
     for part in parts:
-        if compared[part.name] is not None:
-            _write_figures(place.judged(part), folder / part.name)
+        if (found := compared[part.name]) is not None:
+            _write_figures(place.judged(part), folder / part.name, curves=len(found.groups))
         keep_tuned(part, place, folder / part.name)
 
 
@@ -268,14 +269,15 @@ def _calls(part: Part) -> list[dict[str, Any]]:
     return [{"kind": type(call).__name__.lower(), **asdict(call)} for call in part.calls]
 
 
-def _write_figures(runs: Sequence[Path], folder: Path) -> None:
+def _write_figures(runs: Sequence[Path], folder: Path, curves: int) -> None:
     """The report's figures of quality. `palsgd report` makes the page and the others from the
-    runs."""
+    runs. Of too many curves there is no figure, as nobody could tell them apart."""
+    left_out = LEFT_OUT + (() if curves <= MOST_CURVES else ("loss-", "error-", "metric-"))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as elsewhere:
         page = write_report(runs, Path(elsewhere) / "report.html")
         for path in sorted((page.parent / "figures").glob("*.svg")):
-            if not path.stem.startswith(LEFT_OUT) and not path.stem.endswith(LEFT_OUT_AXES):
+            if not path.stem.startswith(left_out) and not path.stem.endswith(LEFT_OUT_AXES):
                 shutil.copy(path, folder / path.name)
 
 
