@@ -66,7 +66,7 @@ class Way:
     def __init__(self, case: str, way: str, device: str, tiny: bool):
         batch, pixels = (4, 32) if tiny else CASES[case]
         last, compiled, self.streams = WAYS[way]
-        self.losses, self.graphs = [], []
+        self.losses, self.graphs, self.calls = [], [], []
         self.sides = [torch.cuda.Stream() for _ in range(self.streams)] if device == "cuda" else []
         for worker in range(WORKERS):
             model = model_of(case, pixels).to(device)
@@ -84,6 +84,7 @@ class Way:
         if device != "cuda":
             self.losses.append(call())
             return
+        self.calls.append(call)  # a graph reads its pictures where they were
         call()
         model.zero_grad(set_to_none=True)
         graph, loss = recorded(call)

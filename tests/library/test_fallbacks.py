@@ -157,3 +157,45 @@ def test_a_simulation_runs_uncompiled_where_there_is_no_compiler(caplog):
         found.model.parameters(), run(compile=False).model.parameters(), strict=True
     ):
         assert torch.equal(mine, theirs)
+
+
+def normed():
+    return nn.Sequential(linear(), nn.BatchNorm1d(3).double())
+
+
+@pytest.mark.parametrize("fails_at", ["shared", "own"])
+def test_a_program_that_cannot_be_compiled_while_training_leaves_nothing_behind(
+    monkeypatch, caplog, fails_at
+):
+    """Neither in the weights nor in the statistics of BatchNorm, which it has changed already."""
+
+    def run(compile):
+        return palsgd.simulate(
+            workers=2, steps=8, model=normed, loss=mse, data=batches, vectorize=True,
+            compile=compile,
+            method=lambda model: palsgd.DiLoCo(
+                model, torch.optim.SGD(model.parameters(), lr=0.05), sync_every=4, warmup_steps=2
+            ),
+        )  # fmt: skip
+
+    def cannot(call, mode=None, dynamic=None):
+        asked.append(dynamic)
+
+        def program(params, buffers, batch):
+            losses = call(params, buffers, batch)
+            if losses.dim() == (2 if fails_at == "shared" else 1):
+                raise RuntimeError("no kernel for it")
+            return losses
+
+        return program
+
+    asked: list[bool | None] = []
+    plain = run(compile=False)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="palsgd"):
+        patched.setattr(torch, "compile", cannot)
+        patched.setattr("palsgd.simulator.stacked_optimizers.compiled_update", lambda update: update)
+        found = run(compile=True)
+    assert caplog.text.count("not compiled, because no kernel for it") == 1
+    assert asked == [False, False], "a program is compiled for one number of workers"
+    ours, theirs = found.model.state_dict(), plain.model.state_dict()
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())

@@ -32,8 +32,15 @@ def memory(model: nn.Module, workers: int) -> tuple[int, int]:
     device = next(model.parameters()).device
     need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if device.type == "cuda":
-        return need, torch.cuda.mem_get_info(device)[0]
+        return need, _free_memory_of(device)
     return need, _free_memory()
+
+
+def _free_memory_of(device: torch.device) -> int:
+    """Of a GPU, as far as this process may take it."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, max(0, allowed - torch.cuda.memory_reserved(device)))
 
 
 def _free_memory() -> int:

@@ -29,7 +29,6 @@ from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
 from palsgd.simulator.stacking_checks import (
     CannotVectorizeError,
     UnequalBatchesError,
-    as_it_is,
     first_line,
     plain_attributes,
     stacked_batch,
@@ -102,15 +101,16 @@ class StackedWorkers:
         again. A string is torch.compile's mode."""
         self.compiled = {"shared": bool(compiled) and shared, "own": bool(compiled) and own}
         mode = compiled if isinstance(compiled, str) else None
-        build = {
-            rows: partial(torch.compile, mode=mode) if wanted else as_it_is
+        # Not for any number of workers: vmap cannot compute a convolution without knowing it.
+        build = partial(torch.compile, mode=mode, dynamic=False)
+        self._some = vmap(self._loss_of, randomness="different")
+        one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
+        self._plain = {"shared": vmap(one_run, randomness="different"), "own": self._some}
+        self._programs = {
+            rows: build(self._plain[rows]) if wanted else self._plain[rows]
             for rows, wanted in self.compiled.items()
         }
-        one_each = vmap(self._loss_of, randomness="different")
-        one_run = vmap(self._loss_of, in_dims=(None, 0, 0), randomness="different")
-        self._some = one_each
-        self._own = build["own"](one_each)
-        self._sharing = build["shared"](vmap(one_run, randomness="different"))
+        self._untried = {rows for rows, wanted in self.compiled.items() if wanted}
 
     def _loss_of(self, trained: list[Tensor], held: dict[str, Tensor], batch: Any) -> Tensor:
         weights = dict(zip(self._names, trained, strict=True))
@@ -134,12 +134,12 @@ class StackedWorkers:
         """The same for batches that are stacked already."""
         batch = moved(batch, self.device)
         if self.shared:
-            grads, losses = self._differentiate(
-                self._sharing, self.params, self._by_run(self.buffers), self._by_run(batch)
+            grads, losses = self._of_all(
+                "shared", self.params, self._by_run(self.buffers), self._by_run(batch)
             )
             return list(torch._foreach_div(grads, self.workers)), losses
         if len(who) == self.count:
-            return self._differentiate(self._own, self.params, self.buffers, batch)
+            return self._of_all("own", self.params, self.buffers, batch)
         held = {name: b[who] for name, b in self.buffers.items()}
         found = self._differentiate(self._some, [x[who] for x in self.params], held, batch)
         for name, part in held.items():
@@ -160,6 +160,22 @@ class StackedWorkers:
         if self.shared:
             grads = [g.unflatten(0, (self.runs, self.workers)).mean(dim=1) for g in grads]
         return grads, torch.cat([loss for _, loss in found])
+
+    def _of_all(
+        self, rows: str, params: list[Tensor], buffers: dict[str, Tensor], batch: Any
+    ) -> Gradients:
+        """A program that cannot be compiled, which is known when it first runs, runs as it is, with
+        a warning: training goes on, only slower."""
+        if rows in self._untried:
+            self._untried.remove(rows)
+            before = _clones(buffers)
+            try:
+                return self._differentiate(self._programs[rows], params, buffers, batch)
+            except (RuntimeError, TypeError) as error:
+                log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
+            self._programs[rows], self.compiled[rows] = self._plain[rows], False
+            copy_tensors(before, buffers)
+        return self._differentiate(self._programs[rows], params, buffers, batch)
 
     def _differentiate(
         self, program: Callable, params: list[Tensor], buffers: Any, batch: Any
@@ -190,14 +206,11 @@ class StackedWorkers:
             raise CannotVectorizeError(f"vmap says: {first_line(error)}") from error
 
     def try_compiled(self, batches: list[Any]) -> None:
-        """Compile; a program that cannot be compiled runs as it is, with a warning. The module is
-        the one that trains, as for a copy of it torch would compile again."""
+        """Compile before training begins. The module is the one that trains, as for a copy of it
+        torch would compile again."""
         before, self.buffers = self.buffers, _clones(self.buffers)
         try:
             self.gradients(list(range(self.count)), batches)
-        except (RuntimeError, TypeError) as error:
-            log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
-            self.compile(False)
         finally:
             self.buffers = before
 

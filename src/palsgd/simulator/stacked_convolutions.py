@@ -81,7 +81,9 @@ def _convolve(
     height, kernel width]. The patches, which the gradient needs, are the second result."""
     workers, outputs = weight.shape[:2]
     elements = _elements(x.shape, weight.shape, stride, padding)
-    patches, (images, height, width) = _fused(_patches, x, elements)(x, weight, stride, padding)
+    # detached, as torch would compile again for a tensor that needs a gradient
+    given = x.detach(), weight.detach(), stride, padding
+    patches, (images, height, width) = _fused(_patches, x, elements)(*given)
     out = torch.bmm(weight.flatten(2), patches)
     out = out.view(workers, outputs, images, height, width).transpose(1, 2)
     return out.contiguous(), patches
@@ -140,7 +142,7 @@ def _input_gradient(
     workers, images, channels, height, width = shape
     kernel_height, kernel_width = weight.shape[-2:]
     rows, columns = d_out.shape[-2:]
-    d_patches = torch.bmm(weight.flatten(2).transpose(1, 2), _columns(d_out))
+    d_patches = torch.bmm(weight.flatten(2).transpose(1, 2), _columns(d_out)).detach()
     d_patches = d_patches.view(
         workers, channels, kernel_height, kernel_width, images, rows, columns
     )

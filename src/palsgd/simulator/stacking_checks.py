@@ -91,10 +91,6 @@ def fastest_convolutions() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def as_it_is(program: Callable) -> Callable:
-    return program
-
-
 def stacked_batch(batches: list[Any]) -> Any:
     """One batch whose leaves have the worker axis. It is moved to the device after stacking."""
     try:
