@@ -9,14 +9,17 @@ how many times those of the first way. The loss of each way is compared with the
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from common import add_record_options, interleaved, provenance, save, settle, summary
+from common import add_record_options, provenance, save, seconds, summary
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+Row = dict[str, Any]
 CASES = {"vgg-16": (128, 32), "resnet-18": (128, 32), "resnet-50": (64, 224)}  # batch, pixels
 WAYS = {  # channels last, compiled, streams
     "channels first": (False, False, 1),
@@ -28,7 +31,7 @@ WAYS = {  # channels last, compiled, streams
 WORKERS = 4
 
 
-def model_of(case: str, pixels: int) -> nn.Module:
+def model_of(case: str) -> nn.Module:
     from torchvision import models
 
     torch.manual_seed(0)
@@ -69,7 +72,7 @@ class Way:
         self.losses, self.graphs, self.calls = [], [], []
         self.sides = [torch.cuda.Stream() for _ in range(self.streams)] if device == "cuda" else []
         for worker in range(WORKERS):
-            model = model_of(case, pixels).to(device)
+            model = model_of(case).to(device)
             generator = torch.Generator(device).manual_seed(worker)
             images = torch.randn(batch, 3, pixels, pixels, device=device, generator=generator)
             if last:
@@ -102,24 +105,12 @@ class Way:
             now.wait_stream(side)
 
 
-def measure(case: str, ways: list[str], device: str, tiny: bool) -> dict[str, dict[str, float]]:
+def measure(case: str, name: str, device: str, tiny: bool) -> Row:
     batch = 4 if tiny else CASES[case][0]
-    found, first = {}, None
-    for name in ways:
-        way = Way(case, name, device, tiny)
-        if device == "cuda":
-            took = interleaved({name: way}, device, 20)[name]
-            settle(device)
-        else:
-            took = float("nan")
-        loss = float(torch.stack(way.losses).mean())
-        rate = WORKERS * batch / took
-        first = first or rate
-        found[name] = {"pictures_per_s": rate, "over_first": rate / first, "loss": loss}
-        print(f"{case:10} {name:38} {rate:9.0f}/s {rate / first:6.2f} loss {loss:.4f}", flush=True)
-        del way
-        torch.compiler.reset()
-    return found
+    way = Way(case, name, device, tiny)
+    took = seconds(way, device, 20) if device == "cuda" else float("nan")
+    torch.compiler.reset()
+    return {"pictures_per_s": WORKERS * batch / took, "loss": float(torch.stack(way.losses).mean())}
 
 
 def main() -> None:
@@ -132,11 +123,14 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     cases = ["resnet-18"] if args.tiny else args.cases
     ways = list(WAYS)[:2] if args.tiny else args.ways
-    record = {**provenance(args.device, tiny=args.tiny), "rows": {}, "untimed": {}}
-    for case in cases:
-        rows = measure(case, ways, args.device, args.tiny)
-        record["rows"][case] = rows
-        record["untimed"][case] = {way: row["loss"] for way, row in rows.items()}
+    record: Row = {**provenance(args.device, tiny=args.tiny), "rows": {}, "untimed": {}}
+    for case, way in itertools.product(cases, ways):
+        rows = record["rows"].setdefault(case, {})
+        row = rows[way] = measure(case, way, args.device, args.tiny)
+        row["over_first"] = row["pictures_per_s"] / rows[ways[0]]["pictures_per_s"]
+        record["untimed"].setdefault(case, {})[way] = row["loss"]
+        print(f"{case:10} {way:38} {row['pictures_per_s']:9.0f}/s {row['over_first']:6.2f} times, "
+              f"loss {row['loss']:.4f}", flush=True)  # fmt: skip
         save(record, args.out)
     print(summary(record))
 

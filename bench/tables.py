@@ -209,6 +209,15 @@ def workloads() -> str:
     return markdown(columns, rows)
 
 
+def pictures() -> str:
+    rows = [
+        (case, way, f"{row['pictures_per_s']:,.0f}", ratio(row["over_first"]))
+        for case, ways in record("pictures-h200")["rows"].items()
+        for way, row in ways.items()
+    ]
+    return markdown(("model", "gradients", "pictures/s", "over the first way"), rows)
+
+
 def exogym() -> str:
     sides = ("exogym", "exact", "vectorized")
     rows = [
@@ -449,6 +458,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "simulate-gpt-neo": simulate_gpt_neo,
     "simulate-many": simulate_many,
     "workloads": workloads,
+    "pictures": pictures,
     "exogym": exogym,
     "quality": quality,
     "elastic": elastic,

@@ -1,5 +1,6 @@
 """Every workload: its contract, its errors, its recipes, and a few steps of training."""
 
+import copy
 import functools
 import inspect
 import itertools
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import palsgd
-from palsgd.lab import workloads
+from palsgd.lab import classification, workloads
 from palsgd.lab.data import tokens
 from palsgd.lab.data.stories import GRAMMAR
 from palsgd.lab.settings import Settings
@@ -320,6 +321,40 @@ def test_vgg16_trains_on_shifted_images(loaded):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["cifar10-resnet18", "imagenet-resnet50"])
+def test_channels_that_are_last_in_memory_change_nothing_but_the_order_in_memory(
+    loaded, monkeypatch, name
+):
+    """They are so on a GPU. Batches, stacked batches, gradients and evaluations are the same."""
+
+    def computed(fast):
+        monkeypatch.setattr(classification, "_has_fast_kernels", lambda device: fast)
+        images, labels = workload.batch(worker=1, workers=2, size=4, index=0)
+        together = workload.joint_batch(workers=2, size=4, index=0)[0]
+        model = copy.deepcopy(start).double()
+        seen = []
+        model.conv1.register_forward_pre_hook(lambda own, given: seen.append(given[0]))
+        workload.loss(model.to(torch.float64), (images.double(), labels)).backward()
+        grads = [p.grad for p in model.parameters()]
+        totals = workload._totals(model.float(), [(images.contiguous(), labels)])
+        last = [x.is_contiguous(memory_format=torch.channels_last) for x in [images, *seen]]
+        return images, together, grads, totals, last
+
+    workload = loaded(name)
+    torch.manual_seed(0)
+    start = workload.model()
+    images, together, grads, totals, last = computed(fast=True)
+    plain = computed(fast=False)
+    assert last == [True, True, True], "the batch, the model's inputs, and those of an evaluation"
+    assert plain[-1] == [False, False, False]
+    assert torch.equal(images, plain[0])
+    assert torch.equal(together, plain[1])
+    assert together.is_contiguous()
+    for own, other in zip(grads, plain[2], strict=True):
+        assert (own - other).norm() <= 1e-6 * other.norm() + 1e-9
+    torch.testing.assert_close(totals, plain[3], rtol=1e-4, atol=1e-4)
+
+
 def test_resnet50_trains_on_photographs(loaded):
     resnet = loaded("imagenet-resnet50")
     model = trained(resnet, steps=3, size=4, inner=torch.optim.SGD)

@@ -193,7 +193,9 @@ def test_a_program_that_cannot_be_compiled_while_training_leaves_nothing_behind(
     plain = run(compile=False)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, logger="palsgd"):
         patched.setattr(torch, "compile", cannot)
-        patched.setattr("palsgd.simulator.stacked_optimizers.compiled_update", lambda update: update)
+        patched.setattr(
+            "palsgd.simulator.stacked_optimizers.compiled_update", lambda update: update
+        )
         found = run(compile=True)
     assert caplog.text.count("not compiled, because no kernel for it") == 1
     assert asked == [False, False], "a program is compiled for one number of workers"

@@ -511,7 +511,7 @@ def test_stacks_alike_are_timed_once_and_others_by_themselves(monkeypatch):
 
     chosen = vectorized.Vectorized._choose_by_time
     monkeypatch.setattr(StackedWorkers, "choose_convolutions", choose)
-    monkeypatch.setattr(StackedWorkers, "loop_seconds", lambda stack, batches: 2.0)
+    monkeypatch.setattr(StackedWorkers, "loop_seconds", lambda stack, batches, graphs: 2.0)
     monkeypatch.setattr(vectorized, "_tried", {})
 
     def try_stack(self, *, compile, against_loop):

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,15 @@ class Classification(Workload):
     metric = "accuracy"
     higher_is_better = True
     labelled = True
+    # Should the channels of pictures be last in memory, on a GPU? The convolutions of large models
+    # are faster then, in bf16 by far (bench/pictures.py).
+    channels_last: ClassVar[bool] = False
+
+    def arranged(self, images: Tensor) -> Tensor:
+        """The same images, in the order in memory that the model computes fastest."""
+        if self.channels_last and _has_fast_kernels(self.device):
+            return images.contiguous(memory_format=torch.channels_last)
+        return images
 
     def inputs(self, images: Tensor) -> Tensor:
         """The model's inputs from the images of a batch. The loss calls this, not `batch`, so that
@@ -46,7 +56,7 @@ class Classification(Workload):
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         with evaluating(model):
             for images, labels in batches:
-                logits = model(self.inputs(images)).float()
+                logits = model(self.inputs(self.arranged(images))).float()
                 loss = cross_entropy(logits, labels, reduction="sum")
                 right = (logits.argmax(1) == labels).sum()
                 sums += torch.stack([loss.double(), right.double(), sums.new_tensor(len(labels))])
@@ -82,7 +92,8 @@ class InMemory(Classification):
         which = self._shards.batch(
             worker=worker, workers=workers, size=size, index=index, changes=changes
         )
-        return self.training_images(which, worker, index), self.train_labels[which]
+        images = self.arranged(self.training_images(which, worker, index))
+        return images, self.train_labels[which]
 
     def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
         if type(self).training_images is not InMemory.training_images:
@@ -111,7 +122,8 @@ def stacked(batch: Callable[..., Batch], *, workers: int, size: int, index: int)
     """The batches of all workers, made one by one."""
     all_of_them = [batch(worker=k, workers=workers, size=size, index=index) for k in range(workers)]
     images, labels = (torch.stack(each) for each in zip(*all_of_them, strict=True))
-    return images, labels
+    # Stacked convolutions have no use for channels that are last.
+    return images.contiguous(), labels
 
 
 def sample_slices(examples: int, part: int, parts: int, size: int) -> Iterator[slice]:
@@ -119,6 +131,11 @@ def sample_slices(examples: int, part: int, parts: int, size: int) -> Iterator[s
     every = -(-examples // SAMPLE)
     for own in parts_of(-(-examples // every), part, parts, size):
         yield slice(own.start * every, own.stop * every, every)
+
+
+def _has_fast_kernels(device: torch.device | str) -> bool:
+    """For channels that are last in memory: cuDNN has."""
+    return torch.device(device).type == "cuda"
 
 
 def _rows(batch: Batch, which: Tensor) -> Batch:

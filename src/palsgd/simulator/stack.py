@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from palsgd.simulator.batches import moved, sent
+from palsgd.simulator.graphed import Gradient, GraphedGradient
 from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_convolutions import unfold_convolutions, ways
 from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
@@ -252,17 +253,19 @@ class StackedWorkers:
         self.unfolded = channels  # 0: none
         unfold_convolutions(self._module, channels)
 
-    def loop_seconds(self, batches: list[Any]) -> float:
-        """The seconds of the same gradients, one worker after another."""
+    def loop_seconds(self, batches: list[Any], graphs: bool) -> float:
+        """The seconds of the same gradients, one worker after another, as CUDA graphs or not."""
         module, batch = copy.deepcopy(self._module), moved(batches[0], self.device)
         unfold_convolutions(module, 0)
+        kind = partial(GraphedGradient, pool=None) if graphs else Gradient
+        gradient = kind(module, lambda own, given: own(given))
 
-        def gradient() -> None:
+        def one() -> None:
             module.zero_grad()
             with torch.enable_grad():
-                module(batch).backward()
+                gradient(batch)
 
-        return self.count * self._seconds_of(gradient)
+        return self.count * self._seconds_of(one)
 
     def _seconds_of(self, call: Callable[..., Any], *args: Any) -> float:
         """The least of a few times, after two that choose algorithms; infinite if memory is

@@ -153,7 +153,8 @@ class Vectorized:
         if alike not in _tried:
             with fastest_convolutions(), torch.no_grad():
                 took = self.stack.choose_convolutions(batches)
-                loop = self.stack.loop_seconds(batches) if against_loop else math.inf
+                # Workers one after another replay graphs where stacked ones are compiled.
+                loop = self.stack.loop_seconds(batches, compiled) if against_loop else math.inf
             if math.isfinite(took):  # memory that is short now may be there the next time
                 _tried[alike] = Trial(self.stack.unfolded, took, loop)
         else:

@@ -33,6 +33,8 @@ SEARCH = {
 
 class Cifar10ResNet18(ShiftedCifar10):
     name = "cifar10-resnet18"
+    graphs = True
+    channels_last = True
 
     def model(self) -> nn.Module:
         from torchvision.models import resnet18  # type: ignore[import-untyped]

@@ -48,6 +48,7 @@ class ImageNetResNet50(Classification):
     examples = 1_281_167
     judged_on = "metric"
     graphs = True
+    channels_last = True
     held_out = 0.01
     resolution = 224
 
@@ -68,9 +69,10 @@ class ImageNetResNet50(Classification):
     def batch(
         self, *, worker: int, workers: int, size: int, index: int, changes: Changes = ()
     ) -> Batch:
-        return self.photographs.batch(
+        images, labels = self.photographs.batch(
             worker=worker, workers=workers, size=size, index=index, changes=changes
         )
+        return self.arranged(images), labels
 
     def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
         return stacked(self.batch, workers=workers, size=size, index=index)
