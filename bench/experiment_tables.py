@@ -165,6 +165,19 @@ def statistics_table(name: str, part: str) -> str:
     return markdown(("method", "shards", *columns), cells)
 
 
+def accuracy_by_workers(name: str, part: str) -> str:
+    """Accuracy of each method, by K; without the interval where there is one seed."""
+    rows: dict[int, dict[str, str]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        value, low, high = (row["metric"][key] for key in ("value", "low", "high"))
+        interval = "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
+        label = row["label"].split()[0]
+        rows.setdefault(row["given"]["workers"], {})[label] = f"{100 * value:.1f}%{interval}"
+    columns = list(dict.fromkeys(label for own in rows.values() for label in own))
+    cells = [(str(k), *(own.get(each, "") for each in columns)) for k, own in sorted(rows.items())]
+    return markdown(("workers", *columns), cells)
+
+
 def chaos() -> str:
     shown = {
         "injected": "injected",
@@ -204,5 +217,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "statistics-small": partial(
         statistics_table, "2026-11-17-batchnorm-digits", "small-statistics"
     ),
+    "released-paper": partial(released_table, "2026-11-17-released-code", "paper"),
+    "released-gentle": partial(released_table, "2026-11-17-released-code", "gentle"),
+    "small-cnn-workers": partial(accuracy_by_workers, "2026-11-17-small-cnn", "workers"),
     "chaos": chaos,
 }

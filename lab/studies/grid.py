@@ -119,15 +119,13 @@ class Grid(Call):
 
 def grid_comparison(
     name: str, recipe: str, methods: Mapping[str, Varied], *, tried: int, seeds: int,
-    beside: Mapping[str, Varied], controls: bool | Sequence[str] = False,
-    shorter: Mapping[str, Any] | None = None, **settings: Any,
+    beside: Mapping[str, Varied], controls: bool | Sequence[str] = False, **settings: Any,
 ) -> list[Call]:  # fmt: skip
     """A grid of each method's settings, `tried` times each, and a comparison at the best of them
-    over fresh seeds. `shorter`: what runs of the grid have in place of the settings."""
+    over fresh seeds."""
     common: dict[str, Any] = dict(name=name, recipe=recipe)
-    grid = settings | dict(shorter or {})
     return [
-        Grid(**common, settings=grid, methods=methods, beside=beside, seeds=tried),
+        Grid(**common, settings=settings, methods=methods, beside=beside, seeds=tried),
         Compare(**common, settings=settings, methods=tuple(methods), seeds=seeds,
                 controls=controls, tuned_by=name),
     ]  # fmt: skip

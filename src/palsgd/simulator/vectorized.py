@@ -43,7 +43,7 @@ log = logging.getLogger("palsgd")
 
 Losses = list[Tensor]  # of each worker, in their order
 # What torch.compile takes, in seconds, and the share of a step that it saves, on an H200.
-COMPILE_S, COMPILE_S_PER_PARAMETER, COMPILE_SAVES = 5.0, 0.35, 0.35
+COMPILE_S, COMPILE_S_PER_PARAMETER, COMPILE_SAVES = 15.0, 0.35, 0.3
 
 
 class Trial(NamedTuple):
