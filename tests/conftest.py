@@ -58,6 +58,8 @@ LONGEST = (
     "test_package.py",
     "test_timeouts.py",
     "test_timing.py",
+    "test_at_once.py",
+    "test_studies.py",
     "test_cifar10.py",
     "test_interrupts.py",
     "test_simulations_survive.py",

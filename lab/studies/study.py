@@ -161,7 +161,8 @@ def run(parts: Sequence[Part], place: Place, args: argparse.Namespace) -> None:
     until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     if args.minutes == 0:  # a record of what is there needs no data
         return
-    options = {"data": args.data, "device": args.device, "until": until, "quiet": args.quiet}
+    options = {"data": args.data, "device": args.device, "until": until, "quiet": args.quiet,
+               "at_once": args.at_once}  # fmt: skip
     try:
         for part in parts:
             for call in (each for each in part.calls if not args.call or each.name in args.call):
@@ -189,6 +190,7 @@ def parser(study: Study) -> argparse.ArgumentParser:
     add("--record", type=Path, help="write what is there so far into this folder")
     add("--without-runs", action="store_true", help="a record of runs that are easily made again")
     add("--quiet", action="store_true", help="no progress bars")
+    add("--at-once", type=int, default=1, help="programs of a call, each in a process of its own")
     return found
 
 
@@ -199,6 +201,8 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError("--call runs a share of a part, and --record is of whole ones; give one")
     if args.minutes is not None and not 0 <= args.minutes < float("inf"):
         raise ValueError(f"--minutes {args.minutes:g} must be a number >= 0")
+    if args.at_once < 1:
+        raise ValueError(f"--at-once {args.at_once} must be a whole number >= 1")
     return args
 
 

@@ -232,6 +232,20 @@ def test_a_study_that_is_given_no_time_runs_nothing_and_says_so(modules, tmp_pat
     assert not list(tmp_path.rglob("summary.json"))
 
 
+def test_programs_of_a_study_may_be_simulated_at_once(modules, tmp_path, capfd):
+    study, sweep = modules("study"), modules("calls").Sweep(
+        name="sizes", recipe="digits", settings={"workers": [2, 3], "steps": 8, "batch_size": 4}
+    )  # fmt: skip
+    parts = [study.Part("only", "Does it run?", [sweep])]
+    small = study.Study("small", "A small study", lambda tiny: parts, [])
+    words = ["--out", str(tmp_path), "--at-once"]
+    assert study.main(small, [*words, "0"]) == 2
+    assert "--at-once 0 must be a whole number >= 1" in capfd.readouterr().err
+    assert study.main(small, [*words, "2"]) == 0
+    assert "2 of 2 runs are simulated" in capfd.readouterr().err
+    assert study.Place(tmp_path).done(parts[0]) == 2
+
+
 RUNS = dict(workers=2, steps=48, sync_every=8, evaluate_every=8, batch_size=4, tuned="none")
 
 

@@ -95,7 +95,8 @@ def compare(
             it comes with one and no settings are given, and "none" for the recipe's settings.
         out: a folder for the files; by default one that is gone with the result.
         options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `elastic`,
-            `keep_batch`, `quiet`; and `until`, a time as time.monotonic() has it, at which
+            `keep_batch`, `quiet`; `at_once`, how many simulated programs have a process of their
+            own at the same time; and `until`, a time as time.monotonic() has it, at which
             simulated runs are saved and an OutOfTimeError ends the call: `resume` goes on.
         settings: any other settings, as `steps=600` or `lr=0.002`.
 

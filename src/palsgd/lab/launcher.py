@@ -29,6 +29,7 @@ from palsgd.lab.links.processes import (
     AskedToLeaveError,
     Finished,
     WorkerError,
+    module_path,
     run_on_loopback,
 )
 from palsgd.lab.order import GoingOn, Job, Order, failure_of, first_failure, forget_failure
@@ -146,9 +147,8 @@ def _command(order: Order, folder: Path) -> list[str]:
 
 
 def _environment(attempt: int) -> dict[str, str]:
-    """Workers find the modules that this process finds, wherever it looks for them."""
     return {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": module_path(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }

@@ -2,7 +2,6 @@
 
 import builtins
 import json
-import os
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
@@ -123,8 +122,8 @@ class Failure:
         kind = getattr(builtins, self.kind, RuntimeError)
         return self.refuses_input or issubclass(kind, RuntimeError | OSError | ModuleNotFoundError)
 
-    def write(self, folder: Path) -> None:
-        write_json(_place(folder, os.environ["RANK"]), vars(self))
+    def write(self, folder: Path, rank: int | str) -> None:
+        write_json(_place(folder, rank), vars(self))
 
 
 def failure_of(folder: Path, rank: int) -> tuple[int, Failure] | None:

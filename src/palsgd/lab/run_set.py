@@ -17,6 +17,7 @@ from torch import nn
 
 from palsgd import references
 from palsgd.checks import check_choice, check_flag, check_int, check_number, check_path
+from palsgd.lab.at_once import Share, simulate_at_once
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
@@ -65,6 +66,7 @@ class Options:
     quiet: bool = False
     vectorize: bool | str = "auto"
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
+    at_once: int = 1  # simulated programs, each in a process of its own
     restarts: int = 0  # of all workers, if one of them fails
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
     go_on: bool = False  # without workers that die, which `restarts` starts again alone
@@ -79,6 +81,7 @@ class Options:
             check_flag(name, getattr(self, name))
         check_choice("keep_batch", self.keep_batch, ("worker", "global"))
         check_int("restarts", self.restarts)
+        check_int("at_once", self.at_once, least=1)
         check_number("timeout", self.timeout_s, "a number of seconds > 0", low=0.0)
         if self.min_workers is not None:
             check_int("min_workers", self.min_workers, least=1)
@@ -206,6 +209,11 @@ def _check(runs: Sequence[Settings], options: Options) -> None:
             f"until={options.until:g} ends simulated runs, real workers are stopped by SIGTERM; "
             "leave it out"
         )
+    if options.at_once > 1 and not options.simulate:
+        raise ValueError(
+            f"--at-once {options.at_once} is for simulated programs, real workers are processes "
+            "already; add --simulate, or leave it out"
+        )
     check_device(options.device)
     told = [settings.cluster for settings in runs if settings.cluster is not None]
     if told and not options.simulate:
@@ -321,37 +329,51 @@ def _simulate(
 ) -> None:
     """Runs of equal shape share a program. `runs` has the finished ones too, as others may have
     shared a program with them."""
-    device = chosen_device(options.device)
-
-    @functools.cache  # runs with the same data share it
-    def loaded(workload: str, **own: Any) -> Workload:
-        return load(workload, data=options.data, device=device, download=options.download, **own)
-
-    warmups = SharedWarmUps(runs[name] for name in waiting)
-
-    def simulated(name: str) -> SimulatedRun:
-        run = runs[name]
-        data = loaded(run.workload, **data_settings(run))
-        warmup = warmups.of(run) if name in waiting else None
-        return SimulatedRun(run, data, RunFolder(out / name), warmup)
-
-    whole = Whole(runs=len(waiting), work=work_of(runs[name] for name in waiting))
-    for names, vectorize, resumed in grouped(
+    groups = grouped(
         runs,
         waiting,
         out,
         resume=options.resume,
         share=options.share_program,
         vectorize=options.vectorize,
-    ):
-        check_time(options.until)
+    )
+    share = Share(
+        runs=runs, waiting=waiting, groups=groups, out=out, data=options.data,
+        download=options.download, device=options.device, quiet=options.quiet, until=options.until,
+    )  # fmt: skip
+    parts = share.parts() if options.at_once > 1 else []
+    if len(parts) > 1:
+        simulate_at_once(parts, options.at_once, quiet=options.quiet)
+    else:
+        simulate(share)
+
+
+def simulate(share: Share) -> None:
+    """Train the programs of a share one after another, in this process."""
+    device, runs = chosen_device(share.device), share.runs
+
+    @functools.cache  # runs with the same data share it
+    def loaded(workload: str, **own: Any) -> Workload:
+        return load(workload, data=share.data, device=device, download=share.download, **own)
+
+    warmups = SharedWarmUps(runs[name] for name in share.waiting)
+
+    def simulated(name: str) -> SimulatedRun:
+        run = runs[name]
+        data = loaded(run.workload, **data_settings(run))
+        warmup = warmups.of(run) if name in share.waiting else None
+        return SimulatedRun(run, data, RunFolder(share.out / name), warmup)
+
+    whole = Whole(runs=len(share.waiting), work=work_of(runs[name] for name in share.waiting))
+    for names, vectorize, resumed in share.groups:
+        check_time(share.until)
         simulate_runs(
             [simulated(name) for name in names],
-            quiet=options.quiet,
+            quiet=share.quiet,
             vectorize=vectorize,
             resume=resumed,
             whole=whole,
-            until=options.until,
+            until=share.until,
         )
 
 

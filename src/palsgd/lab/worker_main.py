@@ -38,7 +38,7 @@ def _work(path: Path) -> int:
 
             return EXIT_CODE
     except BaseException as error:
-        Failure.of(error).write(path.parent)
+        Failure.of(error).write(path.parent, os.environ["RANK"])
         return 1
     return 0
 

@@ -90,6 +90,14 @@ Tuned = Annotated[
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Simulate all workers in this process, on one device.")
 ]
+AtOnce = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="With --simulate: simulate this many programs at once, each in a process of its own. "
+        "Several fill a GPU that one leaves idle.",
+    ),
+]
 OnCluster = Annotated[
     str | None,
     typer.Option(

@@ -3,6 +3,7 @@
 import typer
 
 from palsgd.lab.cli.common_options import (
+    AtOnce,
     Changes,
     Controls,
     Data,
@@ -49,6 +50,7 @@ def compare(
     workers: Workers = None,
     ranks_per_worker: RanksPerWorker = None,
     simulate: Simulate = False,
+    at_once: AtOnce = 1,
     cluster: OnCluster = None,
     link: OnLink = None,
     steps: Steps = None,
@@ -94,8 +96,8 @@ def compare(
         runs_of(settings, names), recipe=recipe, seeds=seeds, controls=controls, tuned=tuned,
         given=given | assignments(changes or []).keys(),
     )  # fmt: skip
-    run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, data=data,
-         download=download, device=device, force=force, resume=resume,
+    run_and_show(runs, out or new_folder(recipe), report, simulate=simulate, at_once=at_once,
+         data=data, download=download, device=device, force=force, resume=resume,
          elastic=is_elastic(elastic, resume=resume, workers=workers, changes=changes),
          keep_batch=keep_batch, quiet=quiet, link=link, restarts=restarts,
          timeout_s=timeout)  # fmt: skip

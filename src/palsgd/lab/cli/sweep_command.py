@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from palsgd.lab.cli.common_options import (
+    AtOnce,
     Data,
     Device,
     Download,
@@ -43,6 +44,7 @@ def sweep(
     ] = None,
     seeds: Seeds = 1,
     simulate: Simulate = False,
+    at_once: AtOnce = 1,
     out: Out = None,
     data: Data = None,
     download: Download = False,
@@ -71,8 +73,8 @@ def sweep(
     if not quiet:
         typer.echo(f"{len(points)} points", err=True)
     run_and_show(with_seeds(points, seeds), out or new_folder(recipe, "-sweep"), report,
-         swept=tuple(fields), simulate=simulate, data=data, download=download, device=device,
-         force=force, resume=resume, quiet=quiet)  # fmt: skip
+         swept=tuple(fields), simulate=simulate, at_once=at_once, data=data,
+         download=download, device=device, force=force, resume=resume, quiet=quiet)  # fmt: skip
 
 
 def _swept(values: list[str]) -> dict[str, list[Any]]:

@@ -7,6 +7,7 @@ import typer
 
 from palsgd.interrupts import exit_code
 from palsgd.lab.cli.common_options import (
+    AtOnce,
     Changes,
     Data,
     Device,
@@ -44,6 +45,7 @@ def tune(
             "--simulate/--processes", help="All workers in this process, or real processes."
         ),
     ] = True,
+    at_once: AtOnce = 1,
     workers: Workers = None,
     steps: Annotated[
         int | None,
@@ -80,7 +82,7 @@ def tune(
     base = settings_from(recipe, changes, workers=workers, steps=steps, seed=seed)
     options = Options(
         simulate=simulate, data=data, download=download, device=device, force=force,
-        resume=resume, quiet=quiet,
+        resume=resume, quiet=quiet, at_once=at_once,
     )  # fmt: skip
     try:
         found = run_tuning(

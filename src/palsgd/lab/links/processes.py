@@ -62,6 +62,23 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-S", "-E", _TIED, str(os.getpid()), *command]
 
 
+def module_path() -> str:
+    """PYTHONPATH for a process that finds the modules that this one finds, wherever it looks for
+    them."""
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all processes it started that are still in its process group, which it
+    leads."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    process.wait()
+
+
 def environment(rank: int, workers: int, address: str, port: int, interface: str) -> dict[str, str]:
     """The environment variables of torch.distributed, in which each worker is a machine of its
     own."""
@@ -109,7 +126,7 @@ def run_together(
                 start_new_session=True,
             )  # fmt: skip
             worker = _Worker(number, process, out, err)
-            stack.callback(worker.end)
+            stack.callback(end_group, process)
             return worker
 
         started = [start(number) for number in range(len(commands))]
@@ -215,15 +232,6 @@ class _Worker:
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         return Finished(self.number, self.process.wait(), *texts)
-
-    def end(self) -> None:
-        """End the process and all processes it started that are still in its process group."""
-        with contextlib.suppress(ProcessLookupError):
-            if hasattr(os, "killpg"):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            else:
-                self.process.kill()
-        self.process.wait()
 
 
 def _wait(workers: list[_Worker], timeout: float, settle_s: float, asked: _Asked) -> None:

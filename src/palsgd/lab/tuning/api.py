@@ -83,7 +83,8 @@ def tune(
         simulate: all workers in this process; False: real processes.
         out: the file to write, by default `runs/NAME-TIME/tuned.yaml`; trials go into a folder
             beside it.
-        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`.
+        options: how runs are done: `data`, `download`, `device`, `force`, `resume`, `quiet`,
+            `at_once`.
         settings: any other settings, which are then not searched.
 
     Raises:

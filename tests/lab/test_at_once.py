@@ -1,0 +1,290 @@
+"""Several simulated programs at once, each in a process of its own: same results, same errors, and
+nothing is left running."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+import yaml
+
+from palsgd.lab import compare
+from palsgd.lab.at_once import Share
+from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import Settings
+from palsgd.lab.simulated_program import Group
+from support.commands import (
+    alive,
+    apart,
+    children,
+    lines,
+    palsgd,
+    ran,
+    records,
+    started,
+    summary,
+    wait_for,
+)
+from support.patience import patient
+
+SHORT = ("batch_size=4", "evaluate_every=4", "lr=0.002", "--no-report")
+# It does something odd at its fifth batch, as long as there is a file that says so.
+WORKLOAD = """
+import os, pathlib, signal, time
+from palsgd.lab.settings import Settings
+from palsgd.lab.workloads.digits import Digits
+
+RECIPES = {{"Odd": Settings(workload="digits")}}
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+class Odd(Digits):
+    name = "Odd"
+
+    def joint_batch(self, *, workers, size, index):
+        place = pathlib.Path({place!r})
+        if index == 4 and (place / "odd").exists():
+            {what}
+        return super().joint_batch(workers=workers, size=size, index=index)
+"""
+
+
+def odd(place, what):
+    """The workload; it is `sober` later, with the same code."""
+    path = place / "odd.py"
+    (place / "odd").touch()
+    path.write_text(WORKLOAD.format(place=str(place), what=what))
+    return f"{path}:Odd"
+
+
+def sober(place):
+    (place / "odd").unlink()
+
+
+def untimed(record):
+    return {key: value for key, value in record.items() if not key.endswith("_s")}
+
+
+def config(folder):
+    found = yaml.safe_load((folder / "config.yaml").read_text())
+    found.pop("command")  # they differ in --at-once and --out
+    return found
+
+
+def names_in(folder):
+    return sorted(path.parent.name for path in folder.glob("*/config.yaml"))
+
+
+def assert_same_files(mine, theirs):
+    assert names_in(mine) == names_in(theirs)
+    for name in names_in(mine):
+        own, other = mine / name, theirs / name
+        assert config(own) == config(other)
+        assert list(map(untimed, lines(own))) == list(map(untimed, lines(other)))
+        assert untimed(summary(own)) == untimed(summary(other))
+        best, wanted = RunFolder(own).best(), RunFolder(other).best()
+        for key, x in wanted["model"].items():
+            assert torch.equal(best["model"][key], x)
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def grid(out, *more):
+    """Six programs in three processes: those of equally many workers have a warm-up in common."""
+    return ("sweep", "digits", "workers=2,3,4", "sync_every=4,8", "seed=1,2", "warmup_steps=6",
+            "steps=20", *SHORT, "--simulate", "--out", out, *more)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same grid by one process and by two at once, with what the second command said."""
+    one, two = (tmp_path_factory.mktemp(name) / "out" for name in ("one", "two"))
+    assert palsgd(*grid(one, "--quiet")).code == 0
+    said = apart(*grid(two, "--at-once", 2))
+    assert said.code == 0, said.err
+    return one, two, said
+
+
+def test_programs_at_once_leave_the_files_that_one_process_leaves(folders):
+    one, two, said = folders
+    assert len(names_in(two)) == 12
+    assert_same_files(two, one)
+    assert set(records(two)) == set(records(one))
+    told = [line for line in said.err.splitlines() if "simulated" in line]
+    assert told == [f"{count} of 12 runs are simulated" for count in (4, 8, 12)]
+
+
+def test_runs_with_a_warm_up_in_common_still_share_it(folders):
+    _, out, _ = folders
+    for workers in (2, 3, 4):
+        found = config(out / f"workers={workers},sync_every=8,seed=2")
+        assert found["warmup_computed_by"] == f"workers={workers},sync_every=4,seed=2"
+
+
+def share_of(warmups):
+    """Of a program for each entry, whose runs have the warm-ups of these seeds."""
+    groups = [[f"{number},{seed}" for seed in seeds] for number, seeds in enumerate(warmups)]
+    runs = {
+        name: Settings(workload="digits", steps=20, warmup_steps=6, seed=int(name.split(",")[1]))
+        for names in groups
+        for name in names
+    }
+    return Share(
+        runs=runs, waiting=list(runs), groups=[Group(names, "auto") for names in groups], out="",
+        data=None, download=False, device="cpu", quiet=True, until=None,
+    )  # fmt: skip
+
+
+def test_programs_that_are_linked_by_warm_ups_are_one_part_in_their_order():
+    share = share_of([[1], [2], [3], [1, 2], [4], [3]])
+    numbers = [[int(group.names[0][0]) for group in part.groups] for part in share.parts()]
+    assert numbers == [[0, 1, 3], [2, 5], [4]]
+    assert [part.waiting for part in share.parts()] == [
+        ["0,1", "1,2", "3,1", "3,2"], ["2,3", "5,3"], ["4,4"]
+    ]  # fmt: skip
+
+
+def test_a_share_is_the_same_when_it_is_read_again(tmp_path):
+    share = share_of([[1], [1, 2]])
+    share.write(tmp_path / "share.json", ["palsgd", "sweep"])
+    found, command = Share.read(tmp_path / "share.json")
+    assert (found.runs, found.groups, command) == (share.runs, share.groups, ["palsgd", "sweep"])
+
+
+def test_runs_that_cannot_be_parted_need_no_other_process(tmp_path):
+    words = ("sweep", "digits", "seed=1,2", "workers=2", "steps=8", *SHORT, "--simulate")
+    said = palsgd(*words, "--at-once", 3, "--out", tmp_path / "out")
+    assert said.code == 0
+    assert "are simulated" not in said.err
+
+
+# -- an end before the end -------------------------------------------------------------------------
+
+UNTIL = """
+import sys, time
+from palsgd.lab import sweep
+from palsgd.lab.simulated_program import OutOfTimeError
+
+until = None if sys.argv[3] == "None" else time.monotonic() + float(sys.argv[3])
+try:
+    sweep(
+        sys.argv[1], out=sys.argv[2], workers=[2, 3], steps=20, batch_size=4, evaluate_every=4,
+        warmup_steps=0, sync_every=4,
+        options={"at_once": 2, "until": until, "resume": True},
+    )
+except OutOfTimeError as error:
+    print(error)
+"""
+
+
+def test_runs_at_once_that_were_out_of_time_are_saved_and_go_on(tmp_path):
+    given = patient(5.0)
+    workload = odd(tmp_path, f"time.sleep({given})")  # all are in the middle when it is over
+    (tmp_path / "call.py").write_text(UNTIL)
+    call = (tmp_path / "call.py", workload)
+    said = ran(*call, tmp_path / "out", given)
+    assert said.code == 0, said.err
+    assert said.out == "the time is over; the same command with resume goes on\n"
+    folders = [RunFolder(tmp_path / "out" / f"workers={workers}") for workers in (2, 3)]
+    assert [len(folder.saved_steps) for folder in folders] == [1, 1]
+    sober(tmp_path)
+    for out in ("out", "whole"):
+        assert ran(*call, tmp_path / out, None).out == ""
+    assert_same_files(tmp_path / "out", tmp_path / "whole")
+
+
+# The first process goes on until the second has failed, and a little longer.
+FAULTS = {
+    "raise ValueError('no batch')": (2, "palsgd: no batch"),
+    "raise RuntimeError('no disk')": (1, "palsgd: no disk"),
+    "{}['gone']": (1, "palsgd: a process of the simulation failed: KeyError: 'gone'"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (
+        1,
+        "palsgd: a process of the simulation died (SIGKILL ended it); the same command with "
+        "--resume goes on",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_in_one_process_is_raised_and_what_others_finish_is_kept(fault, tmp_path):
+    fails = f"""if workers == 3:
+                (place / "failed").touch()
+                {fault}
+            wait_for(place / "failed")
+            time.sleep({patient(0.5)})"""
+    out = tmp_path / "out"
+    words = ("sweep", odd(tmp_path, fails), "workers=2,3,4", "steps=8", "warmup_steps=0", *SHORT,
+             "--simulate", "--quiet", "--at-once", 2, "--out", out)  # fmt: skip
+    code, line = FAULTS[fault]
+    said = apart(*words)
+    assert said.code == code
+    assert said.err.splitlines()[-1] == line
+    assert ("Traceback" in said.err) == ("KeyError" in line)
+    assert RunFolder(out / "workers=2").finished
+    assert not RunFolder(out / "workers=3").finished
+    assert not (out / "workers=4").exists()  # it had not begun
+    if "--resume" in line:
+        sober(tmp_path)
+        said = apart(*words, "--resume")
+        assert said.code == 0, said.err
+        assert set(records(out)) == {"workers=2", "workers=3", "workers=4"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_is_stopped_leaves_no_process(number, tmp_path):
+    out = tmp_path / "out"
+    words = ("sweep", "digits", "workers=2,3", "steps=100000", "warmup_steps=0",
+             "evaluate_every=50", "batch_size=4", "sync_every=4", "--no-report", "--simulate",
+             "--quiet", "--at-once", 2, "--out", out)  # fmt: skip
+    with started(*words) as process:
+        saved = [RunFolder(out / f"workers={workers}") for workers in (2, 3)]
+        wait_for(lambda: all(folder.saved_steps for folder in saved), process=process)
+        simulating = children(process.pid)
+        assert len(simulating) == 2
+        os.killpg(process.pid, number)
+        _, err = process.communicate(timeout=patient(30))
+    wait_for(lambda: not alive(simulating), process=None)
+    if number == signal.SIGKILL:
+        return
+    assert process.returncode == 128 + number
+    (line,) = err.splitlines()
+    assert line.startswith("palsgd: stopped; kept: 2 runs up to the last checkpoint")
+    assert "--at-once 2" in line
+    assert line.endswith("--resume")
+
+
+# -- bad values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_a_number_of_programs_that_is_none_is_refused(value, tmp_path):
+    with pytest.raises(ValueError, match=r"at_once=.* must be a whole number >= 1"):
+        compare("digits", ["ddp"], out=tmp_path / "out", options={"at_once": value})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["compare digits", "sweep digits seed=1,2", "tune digits"])
+def test_commands_refuse_to_simulate_no_program(command):
+    said = palsgd(*command.split(), "--at-once", 0)
+    assert said.code == 2
+    assert "--at-once" in said.line
+
+
+@pytest.mark.parametrize(
+    "command", ["compare digits", "sweep digits seed=1,2", "tune digits --processes --trials 1"]
+)
+def test_programs_at_once_are_refused_for_real_processes(command, tmp_path):
+    out = tmp_path / "out" / ("tuned.yaml" if "tune" in command else "runs")
+    said = palsgd(*command.split(), "--at-once", 3, "--quiet", "--out", out)
+    assert said.code == 2
+    assert said.line == (
+        "palsgd: --at-once 3 is for simulated programs, real workers are processes already; add "
+        "--simulate, or leave it out"
+    )
+    assert not list(tmp_path.rglob("config.yaml"))
