@@ -338,7 +338,7 @@ def test_the_table_has_a_row_for_every_claim_and_the_command_of_the_full_study(m
     rows = list(reproduce.rows(study, ["--tiny", "--out", str(tmp_path)]))
     assert [row[1] for row in rows] == [claim.paper for claim in study.claims]
     assert {row[2] for row in rows} == {"not run yet"}
-    assert "python lab/studies/slowmo_table.py --part table" in reproduce.table(rows)
+    assert "python lab/studies/slowmo_table.py --part published" in reproduce.table(rows)
     assert set(reproduce.STUDIES) == set(SCRIPTS)
 
 
