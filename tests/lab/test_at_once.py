@@ -9,11 +9,12 @@ import pytest
 import torch
 import yaml
 
-from palsgd.lab import compare
+from palsgd.lab import at_once, compare
 from palsgd.lab.at_once import Share
+from palsgd.lab.order import Failure
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
-from palsgd.lab.simulated_program import Group
+from palsgd.lab.simulated_program import Group, OutOfTimeError
 from support.commands import (
     alive,
     apart,
@@ -199,8 +200,6 @@ def test_runs_at_once_that_were_out_of_time_are_saved_and_go_on(tmp_path):
 
 # The first process goes on until the second has failed, and a little longer.
 FAULTS = {
-    "raise ValueError('no batch')": (2, "palsgd: no batch"),
-    "raise RuntimeError('no disk')": (1, "palsgd: no disk"),
     "{}['gone']": (1, "palsgd: a process of the simulation failed: KeyError: 'gone'"),
     "os.kill(os.getpid(), signal.SIGKILL)": (
         1,
@@ -233,6 +232,22 @@ def test_an_error_in_one_process_is_raised_and_what_others_finish_is_kept(fault,
         said = apart(*words, "--resume")
         assert said.code == 0, said.err
         assert set(records(out)) == {"workers=2", "workers=3", "workers=4"}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ValueError("no batch"), ValueError, "no batch"),
+        (RuntimeError("no disk"), RuntimeError, "no disk"),
+        (OSError("no file"), RuntimeError, "no file"),
+        (OutOfTimeError(), OutOfTimeError, "the time is over"),
+        (KeyError("gone"), RuntimeError, "a process of the simulation failed: KeyError: 'gone'"),
+    ],
+)
+def test_an_error_of_a_process_is_raised_as_its_kind_is_shown(error, kind, said):
+    found = at_once._raised_here(Failure.of(error))
+    assert type(found) is kind
+    assert str(found).startswith(said)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
