@@ -4,15 +4,17 @@ nothing is left running."""
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
-from palsgd.lab import at_once, compare
+from palsgd.lab import at_once, compare, sweep
 from palsgd.lab.at_once import Share
 from palsgd.lab.order import Failure
 from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.run_set import check_importable
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_program import Group, OutOfTimeError
 from support.commands import (
@@ -234,6 +236,10 @@ def test_an_error_in_one_process_is_raised_and_what_others_finish_is_kept(fault,
         assert set(records(out)) == {"workers=2", "workers=3", "workers=4"}
 
 
+class MineError(Exception):
+    """As a user's code may raise it."""
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
@@ -241,6 +247,7 @@ def test_an_error_in_one_process_is_raised_and_what_others_finish_is_kept(fault,
         (RuntimeError("no disk"), RuntimeError, "no disk"),
         (OSError("no file"), RuntimeError, "no file"),
         (OutOfTimeError(), OutOfTimeError, "the time is over"),
+        (MineError("gone"), RuntimeError, "a process of the simulation failed: MineError: gone"),
         (KeyError("gone"), RuntimeError, "a process of the simulation failed: KeyError: 'gone'"),
     ],
 )
@@ -275,6 +282,21 @@ def test_a_command_that_is_stopped_leaves_no_process(number, tmp_path):
 
 
 # -- bad values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [{"workload": "__main__:Mine"}, {"method": "__main__:Mine"}])
+def test_what_other_processes_cannot_import_is_refused(own):
+    run = SimpleNamespace(**{"workload": "digits", "method": "ddp", **own})
+    with pytest.raises(ValueError, match="__main__:Mine is of the program that runs, and other"):
+        check_importable([run])
+
+
+def test_programs_that_cannot_be_parted_are_said_to_be_simulated_one_after_another(
+    tmp_path, caplog
+):
+    sweep("digits", out=tmp_path / "out", sync_every=[4, 8], workers=2, steps=16, warmup_steps=4,
+          batch_size=4, simulate=True, options={"at_once": 2, "quiet": True})  # fmt: skip
+    assert "--at-once 2 does nothing here: the programs have a warm-up in common" in caplog.text
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])

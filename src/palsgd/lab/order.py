@@ -1,6 +1,5 @@
 """What worker processes are told to do, as a file, and what they tell of a failure."""
 
-import builtins
 import json
 import time
 import traceback
@@ -91,17 +90,20 @@ class Failure:
     message: str
     trace: str
     refuses_input: bool  # is it about something that the user can mend?
+    expected: bool  # is its line enough, without a traceback?
     at: float
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         ours = type(error).__module__.startswith("palsgd.")
         said = missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
+        refuses = isinstance(error, ValueError) and (ours or type(error) is ValueError)
         return cls(
             kind=type(error).__name__,
             message=" ".join(said.split()),
             trace="".join(traceback.format_exception(error)),
-            refuses_input=isinstance(error, ValueError) and (ours or type(error) is ValueError),
+            refuses_input=refuses,
+            expected=refuses or isinstance(error, RuntimeError | OSError | ModuleNotFoundError),
             at=time.time(),
         )
 
@@ -115,12 +117,6 @@ class Failure:
         """Does its line begin with the worker that it is about? All workers raise an error of a
         disk, whoever's disk it is, so the one that was first to say so is no news."""
         return self.message.startswith("worker ")
-
-    @property
-    def expected(self) -> bool:
-        """Is its line enough, without a traceback?"""
-        kind = getattr(builtins, self.kind, RuntimeError)
-        return self.refuses_input or issubclass(kind, RuntimeError | OSError | ModuleNotFoundError)
 
     def write(self, folder: Path, rank: int | str) -> None:
         write_json(_place(folder, rank), vars(self))

@@ -170,6 +170,16 @@ def check_simulated(runs: Sequence[Settings]) -> None:
         )
 
 
+def check_importable(runs: Sequence[Settings]) -> None:
+    """Refuse what other processes cannot import."""
+    named = [getattr(run, name) for run in runs for name in OWN]
+    if here := [value for value in named if value.startswith("__main__:")]:
+        raise ValueError(
+            f"{here[0]} is of the program that runs, and other processes cannot import it; move it "
+            "into a file of its own, or leave out at_once"
+        )
+
+
 def run_all(
     runs: Mapping[str, Settings], out: Path, options: Options, swept: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -214,6 +224,8 @@ def _check(runs: Sequence[Settings], options: Options) -> None:
             f"--at-once {options.at_once} is for simulated programs, real workers are processes "
             "already; add --simulate, or leave it out"
         )
+    if options.at_once > 1:
+        check_importable(runs)
     check_device(options.device)
     told = [settings.cluster for settings in runs if settings.cluster is not None]
     if told and not options.simulate:
@@ -342,6 +354,11 @@ def _simulate(
         download=options.download, device=options.device, quiet=options.quiet, until=options.until,
     )  # fmt: skip
     parts = share.parts() if options.at_once > 1 else []
+    if len(parts) == 1 and len(groups) > 1:
+        log.warning(
+            "palsgd: --at-once %d does nothing here: the programs have a warm-up in common, which "
+            "the first of them computes for all", options.at_once,
+        )  # fmt: skip
     if len(parts) > 1:
         simulate_at_once(parts, options.at_once, quiet=options.quiet)
     else:
