@@ -197,8 +197,10 @@ SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
 READINGS = {  # of PALSGD, as the labels of their settings say them
     "ddp": "DDP",
     "diloco": "nothing: DiLoCo",
+    "palsgd": "the whole model",
     "palsgd draws=balanced discard batches=no": "the whole model",
     "palsgd draws=shared discard batches=yes": "the same with the code's coins and batches",
+    "ReleasedCode": "the first tensor alone, as the code does",
     "ReleasedCode draws=balanced discard batches=no": "the first tensor alone, as the code does",
     "ReleasedCode draws=shared discard batches=yes": "the same with the code's coins and batches",
     "AsPrinted": "the whole model, never set to the anchor: Algorithm 1 as printed",

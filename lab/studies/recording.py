@@ -74,7 +74,7 @@ def write_record(
         keep_runs(parts, place, folder / RUNS)
     for part in parts:
         if (found := compared[part.name]) is not None:
-            _write_figures(place.judged(part), folder / part.name, curves=len(found.groups))
+            _write_figures(place.compared(part), folder / part.name, curves=len(found.groups))
         keep_tuned(part, place, folder / part.name)
 
 

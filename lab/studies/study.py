@@ -78,9 +78,13 @@ class Place:
         return [folder for folder in found if folder is not None and folder.exists()]
 
     def comparison(self, part: Part, link: str | None = None) -> Comparison | None:
-        """Of the runs that are there; None: none is."""
-        folders = [each for each in self.judged(part) if any(each.rglob("metrics.jsonl"))]
+        """Of the runs that have ended, as the archive of a record has them; None: none has."""
+        folders = self.compared(part)
         return Comparison(group(find_runs(folders)), link) if folders else None
+
+    def compared(self, part: Part) -> list[Path]:
+        """The folders of the runs that are judged and have ended."""
+        return _ended(self.judged(part))
 
     def grids(self, part: Part) -> dict[str, Comparison]:
         """The runs of each grid of a part, which chooses settings."""
@@ -91,12 +95,7 @@ class Place:
 
     def ended(self, part: Part) -> list[Path]:
         """The folders of the runs of a part that have ended, trials included."""
-        configs = [path for place in (*self.judged(part), self.tuning(part))
-                   for path in place.rglob("config.yaml")]  # fmt: skip
-        names = ("summary.json", FAILED)
-        return sorted(
-            path.parent for path in configs if any((path.parent / name).exists() for name in names)
-        )
+        return _ended([*self.judged(part), self.tuning(part)])
 
     def done(self, part: Part) -> int:
         return len(self.ended(part))
@@ -112,6 +111,14 @@ class Place:
         return sorted(
             [*(each for each in files if each.exists()), *self.tuning(part).rglob("tuned.yaml")]
         )
+
+
+def _ended(places: Sequence[Path]) -> list[Path]:
+    configs = [path for place in places for path in place.rglob("config.yaml")]
+    names = ("summary.json", FAILED)
+    return sorted(
+        path.parent for path in configs if any((path.parent / name).exists() for name in names)
+    )
 
 
 def chosen_parts(study: Study, args: argparse.Namespace) -> list[Part]:

@@ -284,6 +284,26 @@ def untimed(line):
     return {key: value for key, value in line.items() if not key.endswith("_s")}
 
 
+def test_a_record_judges_and_shows_the_runs_that_have_ended(modules, tmp_path):
+    study = modules("study")
+    sweep = modules("calls").Sweep(
+        name="sizes", recipe="digits",
+        settings={"method": ["ddp", "localsgd"], "workers": 2, "steps": 8, "batch_size": 4},
+    )  # fmt: skip
+    part = study.Part("only", "?", [sweep])
+    small = study.Study("small", "A study", lambda tiny: [part], [])
+    words = ["--quiet", "--out", str(tmp_path / "runs"), "--device", "cpu"]
+    assert study.main(small, words) == 0
+    place = study.Place(tmp_path / "runs")
+    (place.runs(part) / "sizes" / "method=localsgd" / "summary.json").unlink()  # under way
+    assert [run.method for run in place.comparison(part).runs] == ["ddp"]
+    assert study.main(small, [*words, "--minutes", "0", "--record", str(tmp_path / "record")]) == 0
+    found = json.loads((tmp_path / "record" / "summary.json").read_text())["parts"]["only"]
+    assert found["runs"]["done"] == 1
+    assert [row["method"] for row in found["settings"]] == ["ddp"]
+    assert "localsgd" not in (tmp_path / "record" / "only" / "loss-step.svg").read_text()
+
+
 def test_finished_runs_are_known_by_their_small_files(tmp_path):
     compare("digits", ["diloco"], out=tmp_path, **RUNS)
     (tmp_path / "diloco" / "best.safetensors").unlink()
