@@ -90,8 +90,8 @@ class Place:
         """The runs of each grid of a part, which chooses settings."""
         folders = {call.name: runs_beside(tuning_file(self.tuning(part), call.name))
                    for call in part.calls if isinstance(call, Grid)}  # fmt: skip
-        return {name: Comparison(group(find_runs([folder]))) for name, folder in folders.items()
-                if any(folder.rglob("metrics.jsonl"))}  # fmt: skip
+        return {name: Comparison(group(find_runs(ended))) for name, folder in folders.items()
+                if (ended := _ended([folder]))}  # fmt: skip
 
     def ended(self, part: Part) -> list[Path]:
         """The folders of the runs of a part that have ended, trials included."""

@@ -523,3 +523,21 @@ def test_stacks_alike_are_timed_once_and_others_by_themselves(monkeypatch):
     for options in ({}, {}, {"workers": 3}, {"model": deep}, {}):
         simulated(**({"model": linear, "vectorize": True} | options))
     assert timed == [2, 3, 2]
+
+
+def test_stacked_batches_have_the_usual_order_in_memory_whichever_a_batch_has():
+    """Kernels for channels that are last are not those of stacked workers."""
+    found = []
+
+    def loss(model, batch):
+        found.append(batch.is_contiguous())
+        return model(batch.flatten(1)).square().mean()
+
+    palsgd.simulate(
+        workers=2, steps=4, model=lambda: nn.Linear(12, 1), loss=loss, vectorize=True,
+        data=lambda worker: [torch.randn(5, 3, 2, 2).to(memory_format=torch.channels_last)],
+        method=lambda model: palsgd.DiLoCo(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2
+        ),
+    )  # fmt: skip
+    assert found[-4:] == [True] * 4

@@ -122,8 +122,7 @@ def stacked(batch: Callable[..., Batch], *, workers: int, size: int, index: int)
     """The batches of all workers, made one by one."""
     all_of_them = [batch(worker=k, workers=workers, size=size, index=index) for k in range(workers)]
     images, labels = (torch.stack(each) for each in zip(*all_of_them, strict=True))
-    # Stacked convolutions have no use for channels that are last.
-    return images.contiguous(), labels
+    return images, labels
 
 
 def sample_slices(examples: int, part: int, parts: int, size: int) -> Iterator[slice]:

@@ -132,8 +132,9 @@ class StackedWorkers:
         return self.gradients_of(who, batch)
 
     def gradients_of(self, who: list[int], batch: Any) -> Gradients:
-        """The same for batches that are stacked already."""
-        batch = moved(batch, self.device)
+        """The same for batches that are stacked already. Kernels of stacked workers expect the
+        usual order in memory, whichever that of a batch is."""
+        batch = pytree.tree_map_only(Tensor, Tensor.contiguous, moved(batch, self.device))
         if self.shared:
             grads, losses = self._of_all(
                 "shared", self.params, self._by_run(self.buffers), self._by_run(batch)

@@ -109,8 +109,7 @@ def joined_batch(batches: list[Any]) -> Any:
 def _stacked_leaf(*leaves: Any) -> Tensor:
     if not isinstance(leaves[0], Tensor):
         raise TypeError(f"a batch holds a {type(leaves[0]).__name__}; tensors alone can be stacked")
-    # Kernels of stacked workers expect the usual order in memory, whichever that of a batch is.
-    return torch.stack(leaves).contiguous()
+    return torch.stack(leaves)
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
