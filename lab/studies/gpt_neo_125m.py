@@ -1,6 +1,6 @@
 """GPT-Neo-125M: steps to the loss that DDP reaches, at H = 16.
 
-A shortened run on endless stories: 512 stories a step in place of 2,048, 512 steps with 256 of
+A shortened run on endless stories: 256 stories a step in place of 2,048, 512 steps with 256 of
 warm-up. All methods have the same.
 """
 
@@ -10,7 +10,7 @@ from readings import ends, to_target
 from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "diloco", "palsgd")
-FULL: dict[str, object] = {"batch_size": 64, "steps": 512, "warmup_steps": 256}
+FULL: dict[str, object] = {"batch_size": 32, "steps": 512, "warmup_steps": 256}
 SHORT: dict[str, object] = {
     "workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 4,
     "evaluate_every": 12,

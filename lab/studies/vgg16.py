@@ -51,7 +51,7 @@ def scaling(tiny: bool) -> list[Call]:
                 for k in (2, 4)]  # fmt: skip
     calls: list[Call] = [
         Compare(name=f"K{k}", recipe=f"cifar10-vgg16-k{k}", settings=FULL,
-                methods=("ddp", "localsgd", "diloco", "palsgd"))
+                methods=("ddp", "diloco", "palsgd"))
         for k in (4, 8, 16, 32)
     ]  # fmt: skip
     return shortened(tiny, 0.5, calls)

@@ -31,7 +31,8 @@ def _take_no_more_than_a_share(share: "Share") -> None:
 
     torch.set_num_threads(share.threads)
     if chosen_device(share.device).type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(MEMORY / share.processes)
+        allowed = min(MEMORY, torch.cuda.get_per_process_memory_fraction())
+        torch.cuda.set_per_process_memory_fraction(allowed / share.processes)
 
 
 if __name__ == "__main__":
