@@ -128,11 +128,11 @@ def test_runs_with_a_warm_up_in_common_still_share_it(folders):
         assert found["warmup_computed_by"] == f"workers={workers},sync_every=4,seed=2"
 
 
-def share_of(warmups):
+def share_of(warmups, workload="digits"):
     """Of a program for each entry, whose runs have the warm-ups of these seeds."""
     groups = [[f"{number},{seed}" for seed in seeds] for number, seeds in enumerate(warmups)]
     runs = {
-        name: Settings(workload="digits", steps=20, warmup_steps=6, seed=int(name.split(",")[1]))
+        name: Settings(workload=workload, steps=20, warmup_steps=6, seed=int(name.split(",")[1]))
         for names in groups
         for name in names
     }
@@ -149,6 +149,11 @@ def test_programs_that_are_linked_by_warm_ups_are_one_part_in_their_order():
     assert [part.waiting for part in share.parts()] == [
         ["0,1", "1,2", "3,1", "3,2"], ["2,3", "5,3"], ["4,4"]
     ]  # fmt: skip
+
+
+def test_programs_whose_workers_are_computed_in_turn_are_apart_whatever_their_warm_ups():
+    share = share_of([[1], [1], [2]], workload="cifar10-vgg16")
+    assert [part.waiting for part in share.parts()] == [["0,1"], ["1,1"], ["2,2"]]
 
 
 def test_a_share_is_the_same_when_it_is_read_again(tmp_path):

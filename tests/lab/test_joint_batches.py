@@ -9,7 +9,7 @@ import torch
 
 import palsgd
 from palsgd.lab import joint_batches, workloads
-from palsgd.lab.joint_batches import KEPT, JointBatches
+from palsgd.lab.joint_batches import KEPT, PRESENT, JointBatches
 from palsgd.lab.settings import Settings
 
 
@@ -64,9 +64,9 @@ def test_runs_that_read_the_same_data_make_each_batch_once(ahead, monkeypatch):
 def test_batches_that_are_kept_take_no_more_room_than_is_given(monkeypatch):
     workload = workloads.load("stories", seed=5)
     settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)
-    run = JointBatches(settings, workload)
-    size = sum(x.numel() * x.element_size() for x in run.joint(0))
+    size = sum(x.numel() * x.element_size() for x in JointBatches(settings, workload).joint(0))
     monkeypatch.setattr("palsgd.lab.joint_batches.ROOM", 12 * size)
+    run = JointBatches(settings, workload)
     for index in range(40):
         run.joint(index)
     assert len(run._shelf._made) == 12 > KEPT
@@ -92,17 +92,65 @@ def test_a_batch_that_cannot_be_made_is_told_and_made_the_next_time(ahead, monke
     torch.testing.assert_close(run.joint(3), workload.joint_batch(workers=2, size=4, index=3))
 
 
-def test_a_workload_without_joint_batches_keeps_few_of_them():
-    class Alone(type(workloads.load("digits"))):
-        name = "alone"
+class Alone(workloads.kind("digits")):
+    """Every worker's batches are made by themselves, as if each drew random numbers."""
 
-        def joint_batch(self, **place):
-            return None
+    name = "alone"
 
-    run = JointBatches(Settings(workload="digits", workers=2, batch_size=4, steps=40), Alone())
-    for _ in zip(range(100), run(0), strict=False):
-        pass
-    assert len(run._shelf._made) == KEPT
+    def load(self):
+        super().load()
+        self.made = []
+
+    def joint_batch(self, **place):
+        return None
+
+    def batch(self, *, worker, index, **others):
+        self.made.append((worker, index))
+        return super().batch(worker=worker, index=index, **others)
+
+
+def make_ahead(joint, ahead):
+    assert joint.joint(0) is None
+    for each in joint._own:
+        each._ahead = ahead
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_workers_that_train_one_after_another_make_each_batch_once(ahead, monkeypatch):
+    monkeypatch.setattr("palsgd.lab.joint_batches.ROOM", 0)  # as if batches were large
+    workload = Alone()
+    joint = JointBatches(Settings(workload="digits", workers=3, batch_size=4, steps=90), workload)
+    make_ahead(joint, ahead)
+    workers = [joint(k) for k in range(3)]
+    for _ in range(2):  # rounds of 40 steps
+        for each in workers:
+            for _ in range(40):
+                next(each)
+    joint_batches._thread().submit(int).result()  # what was begun before it is made now
+    assert sorted(workload.made) == [(k, i) for k in range(3) for i in range(80 + ahead)]
+    assert [len(each._made) for each in joint._own] == [PRESENT] * 3
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_runs_share_batches_that_are_made_for_each_worker(ahead, monkeypatch):
+    monkeypatch.setattr("palsgd.lab.joint_batches.ROOM", 0)
+    workload = Alone()
+    settings = Settings(workload="digits", workers=12, batch_size=4, steps=90)
+    runs = [JointBatches(settings, workload) for _ in range(2)]
+    make_ahead(runs[0], ahead)
+    assert runs[1].joint(0) is None
+    readers = [[run(k) for k in range(12)] for run in runs]
+    for index in range(10):
+        for workers in readers:
+            for k, each in enumerate(workers):
+                wanted = (
+                    type(workload)
+                    .__bases__[0]
+                    .batch(workload, worker=k, workers=12, size=4, index=index)
+                )
+                torch.testing.assert_close(next(each), wanted, rtol=0, atol=0)
+    joint_batches._thread().submit(int).result()
+    assert sorted(workload.made) == [(k, i) for k in range(12) for i in range(10 + ahead)]
 
 
 def test_batches_go_with_the_last_run_that_reads_them():

@@ -101,6 +101,8 @@ def same(one, other):
 @every_workload
 def test_the_batches_of_all_workers_as_one_are_those_of_each(loaded, name):
     joint = loaded(name).joint_batch(workers=2, size=2, index=3)
+    if joint is None:
+        pytest.skip("its workers draw random numbers of their own")
     for worker in range(2):
         alone = loaded(name).batch(worker=worker, workers=2, size=2, index=3)
         assert same([part[worker] for part in joint], alone)
@@ -325,12 +327,11 @@ def test_vgg16_trains_on_shifted_images(loaded):
 def test_channels_that_are_last_in_memory_change_nothing_but_the_order_in_memory(
     loaded, monkeypatch, name
 ):
-    """They are so on a GPU. Batches, stacked batches, gradients and evaluations are the same."""
+    """They are so on a GPU. Batches, gradients and evaluations are the same."""
 
     def computed(fast):
         monkeypatch.setattr(classification, "_has_fast_kernels", lambda device: fast)
         images, labels = workload.batch(worker=1, workers=2, size=4, index=0)
-        together = workload.joint_batch(workers=2, size=4, index=0)[0]
         model = copy.deepcopy(start).double()
         seen = []
         model.conv1.register_forward_pre_hook(lambda own, given: seen.append(given[0]))
@@ -338,20 +339,19 @@ def test_channels_that_are_last_in_memory_change_nothing_but_the_order_in_memory
         grads = [p.grad for p in model.parameters()]
         totals = workload._totals(model.float(), [(images.contiguous(), labels)])
         last = [x.is_contiguous(memory_format=torch.channels_last) for x in [images, *seen]]
-        return images, together, grads, totals, last
+        return images, grads, totals, last
 
     workload = loaded(name)
     torch.manual_seed(0)
     start = workload.model()
-    images, together, grads, totals, last = computed(fast=True)
+    images, grads, totals, last = computed(fast=True)
     plain = computed(fast=False)
     assert last == [True, True, True], "the batch, the model's inputs, and those of an evaluation"
     assert plain[-1] == [False, False, False]
     assert torch.equal(images, plain[0])
-    assert torch.equal(together, plain[1])
-    for own, other in zip(grads, plain[2], strict=True):
+    for own, other in zip(grads, plain[1], strict=True):
         assert (own - other).norm() <= 1e-6 * other.norm() + 1e-9
-    torch.testing.assert_close(totals, plain[3], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(totals, plain[2], rtol=1e-4, atol=1e-4)
 
 
 def test_resnet50_trains_on_photographs(loaded):

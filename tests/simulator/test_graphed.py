@@ -1,5 +1,8 @@
 """Gradients that are replayed as CUDA graphs, beside those that are computed anew."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import pytest
 import torch
 from torch import nn
@@ -26,15 +29,18 @@ def batches(worker):
         yield x, torch.randint(5, (6,), generator=generator, device="cuda")
 
 
-def simulated(graphs, model=build):
+def cross_entropy(net, batch):
+    return nn.functional.cross_entropy(net(batch[0]), batch[1])
+
+
+def simulated(graphs, model=build, loss=cross_entropy):
     def method(net):
         inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         return palsgd.PALSGD(net, inner, sync_every=5, mix_prob=0.2, pull=0.5)
 
     return palsgd.simulate(
         workers=2, steps=30, model=model, data=batches, method=method, vectorize=False,
-        loss=lambda net, batch: nn.functional.cross_entropy(net(batch[0]), batch[1]),
-        device="cuda", progress=False, compile=graphs,
+        loss=loss, device="cuda", progress=False, compile=graphs,
     )  # fmt: skip
 
 
@@ -45,6 +51,36 @@ def test_graphs_train_to_the_weights_of_gradients_that_are_computed_anew(caplog)
     assert "no CUDA graph" not in caplog.text
 
 
-def test_a_model_that_draws_random_numbers_is_not_recorded(caplog):
-    simulated(True, dropping)
-    assert "it draws random numbers" in caplog.text
+def test_random_numbers_of_a_replay_are_those_of_a_gradient_that_is_computed_anew(caplog):
+    graphed, anew = simulated(True, dropping), simulated(False, dropping)
+    for name, x in anew.model.state_dict().items():
+        torch.testing.assert_close(graphed.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
+    assert "no CUDA graph" not in caplog.text
+
+
+def test_gradients_are_recorded_while_a_thread_makes_batches(caplog):
+    ended = Event()
+
+    def make_batches():
+        while not ended.is_set():
+            torch.ones(1000).pin_memory().to("cuda", non_blocking=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(make_batches)
+        try:
+            simulated(True)
+        finally:
+            ended.set()
+    assert "no CUDA graph" not in caplog.text
+
+
+def test_training_goes_on_after_a_gradient_that_cannot_be_recorded(caplog):
+    def reading(net, batch):  # the host waits for a number, which a recording cannot do
+        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+        return loss * (1.0 if float(loss) > 0 else 2.0)
+
+    graphed, anew = simulated(True, loss=reading), simulated(False)
+    for name, x in anew.model.state_dict().items():
+        torch.testing.assert_close(graphed.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
+    assert "no CUDA graph, because CUDA error: operation not permitted" in caplog.text
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -11,6 +11,7 @@ from torch import nn
 
 import palsgd
 from palsgd import registry
+from palsgd.simulator import room
 from support.engines import METHODS, MIXING, check
 from support.problems import batches, linear, mse, net, vector
 
@@ -189,6 +190,18 @@ def test_too_many_workers_for_the_memory_are_refused_before_the_run():
             workers=10**6, steps=1, model=lambda: nn.Linear(1000, 1000), loss=mse, data=batches,
             method=lambda m: palsgd.DDP(m, INNER["sgd"](m.parameters())),
         )  # fmt: skip
+
+
+def test_memory_that_torch_keeps_of_ended_programs_is_free_for_the_next(monkeypatch):
+    """A GPU of 100 of which others have 40. This process may take 50, torch has reserved 45 for it,
+    and tensors are in 10 of these."""
+    figures = {"mem_get_info": (15, 100), "get_per_process_memory_fraction": 0.5,
+               "memory_reserved": 45, "memory_allocated": 10}  # fmt: skip
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert room._free_memory_of(torch.device("cuda")) == 40
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2, 100))  # others have more
+    assert room._free_memory_of(torch.device("cuda")) == 37
 
 
 class Unusual(nn.Module):

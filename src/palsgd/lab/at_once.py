@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from palsgd.lab import workloads
 from palsgd.lab.links.processes import end_group, module_path, tied
 from palsgd.lab.links.signals import signals_wait
 from palsgd.lab.order import Failure, failure_of
@@ -76,17 +77,22 @@ class Share:
 
 def _apart(share: Share) -> list[list[Group]]:
     """The groups, in their order. Those whose runs have a warm-up in common stay together: the
-    first of them computes it for the others."""
+    first of them computes it for the others. Where workers are computed one after another, as with
+    CUDA graphs, every run computes its own."""
     found: list[tuple[set[int], set[Any]]] = []  # numbers of groups, with what they share
     for number, group in enumerate(share.groups):
         waiting = [share.runs[name] for name in group.names if name in share.waiting]
-        keys = {warmup_of(settings) for settings in waiting if settings.warmup_steps}
+        keys = {warmup_of(each) for each in waiting if each.warmup_steps and not _in_turn(each)}
         joined = [each for each in found if each[1] & keys]
         found = [each for each in found if not each[1] & keys]
         numbers = {number}.union(*(theirs for theirs, _ in joined))
         found.append((numbers, keys.union(*(theirs for _, theirs in joined))))
     found.sort(key=lambda each: min(each[0]))
     return [[share.groups[number] for number in sorted(numbers)] for numbers, _ in found]
+
+
+def _in_turn(settings: Settings) -> bool:
+    return workloads.kind(settings.workload).graphs
 
 
 def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None:

@@ -1,7 +1,7 @@
 """What the image workloads share: cross-entropy, accuracy, and data kept on the device."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -95,10 +95,9 @@ class InMemory(Classification):
         images = self.arranged(self.training_images(which, worker, index))
         return images, self.train_labels[which]
 
-    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
+    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch | None:
         if type(self).training_images is not InMemory.training_images:
-            # each worker has random numbers of its own
-            return stacked(self.batch, workers=workers, size=size, index=index)
+            return None  # each worker has random numbers of its own
         which = self._shards.joint(workers=workers, size=size, index=index)
         return self.train_images[which], self.train_labels[which]
 
@@ -116,13 +115,6 @@ class InMemory(Classification):
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.test_labels), part, parts, size=1000):
             yield self.test_images[own], self.test_labels[own]
-
-
-def stacked(batch: Callable[..., Batch], *, workers: int, size: int, index: int) -> Batch:
-    """The batches of all workers, made one by one."""
-    all_of_them = [batch(worker=k, workers=workers, size=size, index=index) for k in range(workers)]
-    images, labels = (torch.stack(each) for each in zip(*all_of_them, strict=True))
-    return images, labels
 
 
 def sample_slices(examples: int, part: int, parts: int, size: int) -> Iterator[slice]:

@@ -4,10 +4,13 @@ A model of many small layers keeps a GPU waiting for the host, which starts hund
 each step. A graph starts them all at once. What the host decides while the graph is recorded stays
 decided: a loss that does something else from step to step must not be recorded. So graphs are made
 only if they are asked for, and the first replay is compared with a gradient that is computed
-anew."""
+anew.
+
+Random numbers may be drawn: a replay reads the state of torch's generator, and moves it on."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,9 +50,10 @@ class GraphedGradient(Gradient):
         self._places: list[int] = []
 
     def __call__(self, batch: Any) -> Tensor:
-        if self._left > 0 or not self._may:
-            return self._eager(batch)
-        if self._graph is None:
+        if self._left > 0:
+            self._left -= 1
+            return super().__call__(batch)
+        if self._graph is None and self._may:
             self._record(batch)
         leaves, form = pytree.tree_flatten(batch)
         if self._graph is None or not self._fits(leaves, form):
@@ -57,44 +61,43 @@ class GraphedGradient(Gradient):
         self._replay(leaves)
         return self._result.clone()
 
-    def _eager(self, batch: Any) -> Tensor:
-        before = torch.cuda.get_rng_state()
-        loss = super().__call__(batch)
-        if not torch.equal(before, torch.cuda.get_rng_state()):
-            self._give_up("it draws random numbers")
-        self._left -= 1
-        return loss
-
     def _record(self, batch: Any) -> None:
-        """Record a gradient on this batch. The buffers, which a forward pass changes, stay as they
-        were."""
+        """Record a gradient on this batch. The buffers, which a forward pass changes, and the
+        random numbers stay as they were."""
         leaves, self._form = pytree.tree_flatten(batch)
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         static = pytree.tree_unflatten(self._inputs, self._form)
-        buffers = [b.clone() for b in self.model.buffers()]
         params = list(self.model.parameters())
-        try:
+        with self._as_before():
             super().__call__(static)
             want = [None if p.grad is None else p.grad.clone() for p in params]
-            self._forget(buffers)
+        try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with self._as_before(), _recording(graph, self._pool):
                 self._result = super().__call__(static)
-            self._graph, self._grads = graph, [p.grad for p in params]
-            self._places = [p.data_ptr() for p in params]
-            self._replay(self._inputs)
+                self._grads = [p.grad for p in params]
+            self._graph, self._places = graph, [p.data_ptr() for p in params]
+            with self._as_before():
+                self._replay(self._inputs)
             if not _close(self._grads, want):
                 self._give_up("a replay computes something else")
         except RuntimeError as error:
-            self._give_up(str(error).splitlines()[0])
-        finally:
-            self._forget(buffers)
+            self._give_up(_reason(error))
 
-    def _forget(self, buffers: list[Tensor]) -> None:
-        for p in self.model.parameters():
-            p.grad = None
-        for own, before in zip(self.model.buffers(), buffers, strict=True):
-            own.copy_(before)
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """On leaving, buffers and random numbers are what they were, and there are no gradients."""
+        device = next(self.model.parameters()).device
+        random = torch.cuda.get_rng_state(device)
+        buffers = [b.clone() for b in self.model.buffers()]
+        try:
+            yield
+        finally:
+            for p in self.model.parameters():
+                p.grad = None
+            for own, before in zip(self.model.buffers(), buffers, strict=True):
+                own.copy_(before)
+            torch.cuda.set_rng_state(random, device)
 
     def _fits(self, leaves: list[Any], form: Any) -> bool:
         """Is the batch like the recorded one, and are the weights where they were?"""
@@ -114,6 +117,25 @@ class GraphedGradient(Gradient):
     def _give_up(self, reason: str) -> None:
         self._may, self._graph = False, None
         log.warning("palsgd.simulate: gradients are no CUDA graph, because %s", reason)
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Inside, what this thread asks the device for is recorded. Other threads may go on, such as
+    one that makes the next batches. If it fails, the stream from before is the present one again,
+    which torch 2.11 leaves undone."""
+    with (
+        torch.cuda.stream(torch.cuda.current_stream()),
+        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+    ):
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    """The first error: the end of a recording that has failed raises another one."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return str(error).splitlines()[0]
 
 
 def _alike(x: Any, own: Any) -> bool:

@@ -37,10 +37,13 @@ def memory(model: nn.Module, workers: int) -> tuple[int, int]:
 
 
 def _free_memory_of(device: torch.device) -> int:
-    """Of a GPU, as far as this process may take it."""
+    """Of a GPU, as far as this process may take it. What torch keeps of programs that have ended is
+    free for the next one."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return min(free, max(0, allowed - torch.cuda.memory_reserved(device)))
+    taken = torch.cuda.memory_allocated(device)
+    kept = torch.cuda.memory_reserved(device) - taken
+    return max(0, min(free + kept, allowed - taken))
 
 
 def _free_memory() -> int:

@@ -50,6 +50,8 @@ def unfold_convolutions(module: nn.Module, channels: int) -> None:
 
 
 def _from_patches(self: nn.Conv2d, x: Tensor) -> Tensor:
+    if not self.training:  # one model is evaluated, which torch does as fast
+        return _by_torch(self, x)
     x, weight, bias = _cast(x, self.weight, self.bias)
     out, _ = _convolve(x[None], weight[None], list(self.stride), list(self.padding))
     return out[0] if bias is None else out[0] + bias[:, None, None]
@@ -186,9 +188,19 @@ def _fused(call: Callable[..., Any], x: Tensor, elements: int) -> Callable[..., 
     return _compiled(call) if x.is_cuda and elements <= MOST else call
 
 
+SHAPES = 256  # that a process may compile a call for: every program of a study has its own
+
+
 @cache
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(call)
+    program = torch.compile(call)
+
+    def run(*args: Any) -> Any:
+        # After eight shapes torch would no longer compile, with a warning.
+        with torch._dynamo.config.patch(recompile_limit=SHAPES):
+            return program(*args)
+
+    return run
 
 
 @_input_gradient.register_fake

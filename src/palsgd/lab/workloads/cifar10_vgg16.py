@@ -72,6 +72,7 @@ class ShiftedCifar10(Cifar10):
 
 class Cifar10VGG16(ShiftedCifar10):
     name = "cifar10-vgg16"
+    graphs = True
     channels_last = True
 
     def model(self) -> nn.Module:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from palsgd.lab.classification import Batch, Classification, sample_slices, stacked
+from palsgd.lab.classification import Batch, Classification, sample_slices
 from palsgd.lab.data import sources
 from palsgd.lab.data.images import open_folders
 from palsgd.lab.data.sharding import Changes
@@ -73,9 +73,6 @@ class ImageNetResNet50(Classification):
             worker=worker, workers=workers, size=size, index=index, changes=changes
         )
         return self.arranged(images), labels
-
-    def joint_batch(self, *, workers: int, size: int, index: int) -> Batch:
-        return stacked(self.batch, workers=workers, size=size, index=index)
 
     def validation(self, part: int, parts: int) -> Iterator[Batch]:
         for own in parts_of(len(self.photographs.val), part, parts, size=256):
