@@ -1,6 +1,6 @@
 """The seconds to a target loss over a slow link, measured, beside those of the model of time.
 
-    sudo python bench/time_to_target.py --out bench/results/time-2cores.json    # 20 minutes
+    sudo python bench/time_to_target.py --out bench/results/time-2cores.json    # 40 minutes
     sudo python bench/time_to_target.py --only k2-ddp k2-h32-p0.1 --seeds 1
 
 Whole trainings of `stories` in gloo processes, each behind an emulated link: DDP, DiLoCo (p = 0)
@@ -42,7 +42,7 @@ from palsgd.lab.timing.projection import projected_pace
 
 Record = dict[str, Any]
 
-SEEDS = 3
+SEEDS = 6
 FIRST_SEED = 11  # smaller ones were used to choose the length and the target
 # Stated before the runs; a record holds runs of one such statement. After the warm-up there are 3
 # rounds of 128 steps, and whole ones of the other lengths. Larger batches would keep two cores busy
