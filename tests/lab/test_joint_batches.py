@@ -153,6 +153,15 @@ def test_runs_share_batches_that_are_made_for_each_worker(ahead, monkeypatch):
     assert sorted(workload.made) == [(k, i) for k in range(12) for i in range(10 + ahead)]
 
 
+def test_a_loss_that_changes_its_batch_changes_it_for_no_other_run():
+    workload = Alone()
+    settings = Settings(workload="digits", workers=2, batch_size=4, steps=90)
+    one, other = (JointBatches(settings, workload)(0) for _ in range(2))
+    wanted = workload.batch(worker=0, workers=2, size=4, index=0)
+    next(one)[0].zero_()
+    torch.testing.assert_close(next(other), wanted, rtol=0, atol=0)
+
+
 def test_batches_go_with_the_last_run_that_reads_them():
     workload = workloads.load("stories", seed=5)
     settings = Settings(workload="stories", workers=2, batch_size=4, steps=40)

@@ -101,8 +101,9 @@ def same(one, other):
 @every_workload
 def test_the_batches_of_all_workers_as_one_are_those_of_each(loaded, name):
     joint = loaded(name).joint_batch(workers=2, size=2, index=3)
-    if joint is None:
-        pytest.skip("its workers draw random numbers of their own")
+    if name in ("cifar10-vgg16", "cifar10-resnet18", "imagenet-resnet50"):
+        assert joint is None, "workers draw random numbers of their own"
+        return
     for worker in range(2):
         alone = loaded(name).batch(worker=worker, workers=2, size=2, index=3)
         assert same([part[worker] for part in joint], alone)

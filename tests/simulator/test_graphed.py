@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import palsgd
+from palsgd.simulator.graphed import EAGER_STEPS, GraphedGradient
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -44,17 +45,32 @@ def simulated(graphs, model=build, loss=cross_entropy):
     )  # fmt: skip
 
 
-def test_graphs_train_to_the_weights_of_gradients_that_are_computed_anew(caplog):
-    graphed, anew = simulated(True), simulated(False)
-    for name, x in anew.model.state_dict().items():
-        torch.testing.assert_close(graphed.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
-    assert "no CUDA graph" not in caplog.text
+@pytest.fixture
+def replays(monkeypatch):
+    """One for each replay."""
+    found = []
+    replay = GraphedGradient._replay
+
+    def counted(self, leaves):
+        found.append(1)
+        replay(self, leaves)
+
+    monkeypatch.setattr(GraphedGradient, "_replay", counted)
+    return found
 
 
-def test_random_numbers_of_a_replay_are_those_of_a_gradient_that_is_computed_anew(caplog):
-    graphed, anew = simulated(True, dropping), simulated(False, dropping)
-    for name, x in anew.model.state_dict().items():
-        torch.testing.assert_close(graphed.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
+def assert_same_weights(one, other):
+    for name, x in other.model.state_dict().items():
+        torch.testing.assert_close(one.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [build, dropping])
+def test_graphs_train_to_the_weights_of_gradients_that_are_computed_anew(model, replays, caplog):
+    """Random numbers too are those that would be drawn otherwise."""
+    graphed = simulated(True, model)
+    gradients = sum(each.gradient_steps for each in graphed.ledgers)
+    assert len(replays) == gradients - 2 * EAGER_STEPS + 2, "one more for each worker to compare"
+    assert_same_weights(graphed, simulated(False, model))
     assert "no CUDA graph" not in caplog.text
 
 
@@ -62,25 +78,30 @@ def test_gradients_are_recorded_while_a_thread_makes_batches(caplog):
     ended = Event()
 
     def make_batches():
+        count = 0
         while not ended.is_set():
             torch.ones(1000).pin_memory().to("cuda", non_blocking=True)
+            count += 1
+        return count
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(make_batches)
+        made = pool.submit(make_batches)
         try:
             simulated(True)
         finally:
             ended.set()
+        assert made.result() > 100
     assert "no CUDA graph" not in caplog.text
 
 
-def test_training_goes_on_after_a_gradient_that_cannot_be_recorded(caplog):
+@pytest.mark.parametrize("model", [build, dropping])
+def test_training_goes_on_after_a_gradient_that_cannot_be_recorded(model, replays, caplog):
     def reading(net, batch):  # the host waits for a number, which a recording cannot do
-        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
+        loss = cross_entropy(net, batch)
         return loss * (1.0 if float(loss) > 0 else 2.0)
 
-    graphed, anew = simulated(True, loss=reading), simulated(False)
-    for name, x in anew.model.state_dict().items():
-        torch.testing.assert_close(graphed.model.state_dict()[name], x, rtol=1e-4, atol=1e-5)
+    graphed = simulated(True, model, loss=reading)
     assert "no CUDA graph, because CUDA error: operation not permitted" in caplog.text
+    assert not replays
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert_same_weights(graphed, simulated(False, model))

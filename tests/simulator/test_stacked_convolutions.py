@@ -142,3 +142,19 @@ def test_beyond_their_count_kernels_are_not_compiled(monkeypatch):
     on_gpu = SimpleNamespace(is_cuda=True)
     assert stacked_convolutions._fused(sum, on_gpu, 2**31 - 1) is None
     assert stacked_convolutions._fused(sum, on_gpu, 2**31) is sum
+
+
+def test_one_model_is_evaluated_by_torch(monkeypatch):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3))
+    images = torch.randn(2, 3, 8, 8)
+    wanted = net(images)
+    unfold_convolutions(net, 3)
+    used = []
+    by_patches = stacked_convolutions._convolve
+    monkeypatch.setattr(
+        stacked_convolutions, "_convolve", lambda *args: used.append(1) or by_patches(*args)
+    )
+    torch.testing.assert_close(net.eval()(images), wanted)
+    assert not used
+    torch.testing.assert_close(net.train()(images), wanted)
+    assert used

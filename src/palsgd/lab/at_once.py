@@ -77,12 +77,13 @@ class Share:
 
 def _apart(share: Share) -> list[list[Group]]:
     """The groups, in their order. Those whose runs have a warm-up in common stay together: the
-    first of them computes it for the others. Where workers are computed one after another, as with
-    CUDA graphs, every run computes its own."""
+    first of them computes it for the others. Where workers may be computed one after another, as
+    with CUDA graphs, every run computes its own."""
     found: list[tuple[set[int], set[Any]]] = []  # numbers of groups, with what they share
     for number, group in enumerate(share.groups):
         waiting = [share.runs[name] for name in group.names if name in share.waiting]
-        keys = {warmup_of(each) for each in waiting if each.warmup_steps and not _in_turn(each)}
+        stacked = [each for each in waiting if group.vectorize is True or not _in_turn(each)]
+        keys = {warmup_of(each) for each in stacked if each.warmup_steps}
         joined = [each for each in found if each[1] & keys]
         found = [each for each in found if not each[1] & keys]
         numbers = {number}.union(*(theirs for theirs, _ in joined))

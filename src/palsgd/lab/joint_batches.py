@@ -14,6 +14,7 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,7 +24,7 @@ from palsgd.lab.workload import Workload
 
 KEPT = 8  # batches of all workers at least for each run, as they may be some batches apart
 PRESENT = 2  # batches at least: the present one and the next
-ROOM = 64 * 2**20  # bytes for those of runs that are further apart, as some skip more gradients
+ROOM = 256 * 2**20  # bytes for those of runs that are further apart, as some skip more gradients
 ALL = -1  # in place of a worker: all of them
 
 Make = Callable[[int], Any]  # of an index, the batches of all workers, or of one
@@ -108,7 +109,9 @@ class JointBatches:
         joint = self.joint(index)
         if joint is None:
             make = partial(self._workload.batch, worker=worker)
-            return self._from(self._own[worker], index, make)
+            found = self._from(self._own[worker], index, make)
+            # a copy, as a loss may change its batch in place, and another run reads it too
+            return pytree.tree_map_only(Tensor, torch.clone, found)
         return pytree.tree_map_only(Tensor, lambda x: x[worker], joint)
 
     def joint(self, index: int) -> Any:

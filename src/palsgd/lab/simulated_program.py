@@ -109,7 +109,7 @@ def simulate_runs(
             vectorize=vectorize,
             at_once=len(runs) if resume else None,
             progress=False,
-            compile=workload.graphs or None,
+            compile=(workload.graphs and workload.device.type == "cuda") or None,
         ):
             made = [
                 SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together

@@ -17,7 +17,7 @@ from palsgd.ledger import Ledger
 from palsgd.optimizer import LocalOptimizer
 from palsgd.simulator.batches import Batches, DryError, check_loss, moved
 from palsgd.simulator.global_model import GlobalModel, global_part
-from palsgd.simulator.graphed import Gradient, GraphedGradient, Loss
+from palsgd.simulator.graphed import Gradient, GraphedGradient, Graphs, Loss
 from palsgd.simulator.history import Recorder
 from palsgd.simulator.result import Result
 from palsgd.simulator.saved import (
@@ -107,9 +107,9 @@ class SimulatedWorker:
         loss: Callable[[nn.Module, Any], Tensor],
         batches: Batches,
         rng: Randomness,
-        graphs: Any = None,
+        graphs: Graphs | None = None,
     ):
-        """`graphs` is the pool of memory for CUDA graphs; None: gradients are computed anew."""
+        """Without `graphs`, gradients are computed anew."""
         self.opt = built(method, model, transport)
         self.model = model
         self.losses: list[Tensor] = []  # since the last exchange
@@ -196,14 +196,14 @@ class Exact:
         """They are made when the run begins, as many runs may wait for each other."""
         models = [self._model] + [copy.deepcopy(self._model) for _ in self._batches[1:]]
         settings: list[dict[str, Any]] = []
-        pool = torch.cuda.graph_pool_handle() if self._graphs else None
+        graphs = Graphs() if self._graphs else None
         found = []
         for k, (model, batches, rng) in enumerate(
             zip(models, self._batches, self._rngs, strict=True)
         ):
             transport = SimulatedTransport(k, len(models), settings)
             worker = SimulatedWorker(
-                model, self._method, transport, self._checked_loss(k), batches, rng, pool
+                model, self._method, transport, self._checked_loss(k), batches, rng, graphs
             )
             found.append(worker)
             note = partial(self._note, worker)

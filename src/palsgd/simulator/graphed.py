@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from palsgd.simulator.stacking_checks import first_line
+
 log = logging.getLogger("palsgd")
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -36,13 +38,29 @@ class Gradient:
         return loss.detach()
 
 
+class Graphs:
+    """What the graphs of one run's workers have in common. They are replayed one after another, so
+    that they share memory. If one cannot be recorded, none is replayed."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.may = True
+
+    def give_up(self, device: torch.device, reason: str) -> None:
+        self.may = False
+        log.warning("palsgd.simulate: gradients are no CUDA graph, because %s", reason)
+        # After a recording that failed, torch 2.11 takes the generator to be in it for ever, and
+        # refuses dropout. A copy of its state is in none. (Nor does it end the recording for its
+        # memory, which therefore keeps what this run has freed until the process ends.)
+        generator = torch.cuda.default_generators[device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
 class GraphedGradient(Gradient):
-    def __init__(self, model: nn.Module, loss: Loss, pool: Any):
-        """Graphs that are replayed one after another share the memory of a `pool`."""
+    def __init__(self, model: nn.Module, loss: Loss, graphs: Graphs):
         super().__init__(model, loss)
-        self._pool, self._left = pool, EAGER_STEPS
+        self._graphs, self._left = graphs, EAGER_STEPS
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._may = True
         self._inputs: list[Any] = []
         self._form: Any = None
         self._result = torch.zeros(())
@@ -53,10 +71,10 @@ class GraphedGradient(Gradient):
         if self._left > 0:
             self._left -= 1
             return super().__call__(batch)
-        if self._graph is None and self._may:
+        if self._graph is None and self._graphs.may:
             self._record(batch)
         leaves, form = pytree.tree_flatten(batch)
-        if self._graph is None or not self._fits(leaves, form):
+        if self._graph is None or not self._graphs.may or not self._fits(leaves, form):
             return super().__call__(batch)
         self._replay(leaves)
         return self._result.clone()
@@ -68,21 +86,25 @@ class GraphedGradient(Gradient):
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         static = pytree.tree_unflatten(self._inputs, self._form)
         params = list(self.model.parameters())
-        with self._as_before():
-            super().__call__(static)
-            want = [None if p.grad is None else p.grad.clone() for p in params]
+        device, reason = params[0].device, ""
         try:
+            with self._as_before():
+                super().__call__(static)
+                want = [None if p.grad is None else p.grad.clone() for p in params]
             graph = torch.cuda.CUDAGraph()
-            with self._as_before(), _recording(graph, self._pool):
+            with self._as_before(), _recording(graph, self._graphs.pool):
                 self._result = super().__call__(static)
                 self._grads = [p.grad for p in params]
             self._graph, self._places = graph, [p.data_ptr() for p in params]
             with self._as_before():
                 self._replay(self._inputs)
             if not _close(self._grads, want):
-                self._give_up("a replay computes something else")
+                reason = "a replay computes something else"
         except RuntimeError as error:
-            self._give_up(_reason(error))
+            reason = _reason(error)
+        if reason:
+            self._graph, self._inputs, self._grads = None, [], []
+            self._graphs.give_up(device, reason)
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -114,10 +136,6 @@ class GraphedGradient(Gradient):
         for p, g in zip(self.model.parameters(), self._grads, strict=True):
             p.grad = g
 
-    def _give_up(self, reason: str) -> None:
-        self._may, self._graph = False, None
-        log.warning("palsgd.simulate: gradients are no CUDA graph, because %s", reason)
-
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
@@ -131,11 +149,11 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         yield
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: Exception) -> str:
     """The first error: the end of a recording that has failed raises another one."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def _alike(x: Any, own: Any) -> bool:

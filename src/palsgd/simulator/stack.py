@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from palsgd.simulator.batches import moved, sent
-from palsgd.simulator.graphed import Gradient, GraphedGradient
+from palsgd.simulator.graphed import Gradient, GraphedGradient, Graphs
 from palsgd.simulator.saved import copy_tensors
 from palsgd.simulator.stacked_convolutions import unfold_convolutions, ways
 from palsgd.simulator.stacked_optimizers import StackedAdam, StackedSGD
@@ -258,7 +258,7 @@ class StackedWorkers:
         """The seconds of the same gradients, one worker after another, as CUDA graphs or not."""
         module, batch = copy.deepcopy(self._module), moved(batches[0], self.device)
         unfold_convolutions(module, 0)
-        kind = partial(GraphedGradient, pool=None) if graphs else Gradient
+        kind = partial(GraphedGradient, graphs=Graphs()) if graphs else Gradient
         gradient = kind(module, lambda own, given: own(given))
 
         def one() -> None:

@@ -193,14 +193,8 @@ SHAPES = 256  # that a process may compile a call for: every program of a study 
 
 @cache
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    program = torch.compile(call)
-
-    def run(*args: Any) -> Any:
-        # After eight shapes torch would no longer compile, with a warning.
-        with torch._dynamo.config.patch(recompile_limit=SHAPES):
-            return program(*args)
-
-    return run
+    # After eight shapes torch would no longer compile, with a warning.
+    return torch._dynamo.config.patch(recompile_limit=SHAPES)(torch.compile(call))
 
 
 @_input_gradient.register_fake
