@@ -21,9 +21,10 @@ demo: setup
 demo-picture: setup
 	$(BIN)/palsgd demo --picture docs/report.png
 
-# Files of tests are shared out between two processes, in the order of tests/conftest.py; JOBS=0 runs
-# them in one.
-JOBS ?= 2
+# Files of tests are shared out between three processes, in the order of tests/conftest.py: many tests
+# wait for processes of their own, so that two leave two cores idle for a part of the time. JOBS=0
+# runs them in one.
+JOBS ?= 3
 PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: lint
 	$(BIN)/python $(PYTEST)

@@ -194,7 +194,7 @@ except OutOfTimeError as error:
 
 
 def test_runs_at_once_that_were_out_of_time_are_saved_and_go_on(tmp_path):
-    given = patient(5.0)
+    given = patient(8.0)
     workload = odd(tmp_path, f"time.sleep({given})")  # all are in the middle when it is over
     (tmp_path / "call.py").write_text(UNTIL)
     call = (tmp_path / "call.py", workload)
