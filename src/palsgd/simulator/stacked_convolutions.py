@@ -50,7 +50,7 @@ def unfold_convolutions(module: nn.Module, channels: int) -> None:
 
 
 def _from_patches(self: nn.Conv2d, x: Tensor) -> Tensor:
-    if not self.training:  # one model is evaluated, which torch does as fast
+    if not self.training:  # one model is evaluated: nothing is stacked
         return _by_torch(self, x)
     x, weight, bias = _cast(x, self.weight, self.bias)
     out, _ = _convolve(x[None], weight[None], list(self.stride), list(self.padding))
