@@ -75,8 +75,10 @@ def test_the_noise_floor_of_a_single_seed_is_another_one():
 
 def test_seeds_are_counted_from_the_runs_own():
     found = with_seeds({"ddp": BASE.changed({"method": "ddp", "seed": 7}), "palsgd": BASE}, 2)
-    assert list(found)[:2] == ["ddp,seed=7", "ddp,seed=8"]
-    assert [settings.seed for settings in found.values()][:2] == [7, 8]
+    own = BASE.seed
+    names = ["ddp,seed=7", f"palsgd,seed={own}", "ddp,seed=8", f"palsgd,seed={own + 1}"]
+    assert list(found) == names, "the first seed of all before the second of any"
+    assert [settings.seed for settings in found.values()] == [7, own, 8, own + 1]
     assert with_seeds({"palsgd": BASE}, 1) == {"palsgd": BASE}
     with pytest.raises(ValueError, match="seeds=0 must be a whole number >= 1"):
         with_seeds({"palsgd": BASE}, 0)

@@ -99,14 +99,15 @@ def _name_of(source: Path | str) -> str:
 
 
 def with_seeds(runs: Mapping[str, Settings], seeds: int) -> dict[str, Settings]:
-    """Each run with so many seeds, counted from its own."""
+    """Each run with so many seeds, counted from its own. The first seed of all comes before the
+    second of any: what ends early has left seeds that can be compared."""
     check_int("seeds", seeds, least=1)
     if seeds == 1:
         return dict(runs)
     return {
         f"{name},seed={settings.seed + more}": settings.changed({"seed": settings.seed + more})
-        for name, settings in runs.items()
         for more in range(seeds)
+        for name, settings in runs.items()
     }
 
 
