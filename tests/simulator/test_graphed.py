@@ -34,10 +34,10 @@ def cross_entropy(net, batch):
     return nn.functional.cross_entropy(net(batch[0]), batch[1])
 
 
-def simulated(graphs, model=build, loss=cross_entropy):
+def simulated(graphs, model=build, loss=cross_entropy, **more):
     def method(net):
         inner = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-        return palsgd.PALSGD(net, inner, sync_every=5, mix_prob=0.2, pull=0.5)
+        return palsgd.PALSGD(net, inner, sync_every=5, mix_prob=0.2, pull=0.5, **more)
 
     return palsgd.simulate(
         workers=2, steps=30, model=model, data=batches, method=method, vectorize=False,
@@ -74,6 +74,13 @@ def test_graphs_train_to_the_weights_of_gradients_that_are_computed_anew(model, 
     assert "no CUDA graph" not in caplog.text
 
 
+def test_averaged_gradients_are_not_overwritten_by_the_next_one_of_another_worker():
+    """The first worker begins its next step before the last has ended the one before."""
+    for steps in (30, 15):
+        found, want = (simulated(graphs, warmup_steps=steps) for graphs in (True, False))
+        assert_same_weights(found, want)
+
+
 def test_gradients_are_recorded_while_a_thread_makes_batches(caplog):
     ended = Event()
 
@@ -98,7 +105,7 @@ def test_gradients_are_recorded_while_a_thread_makes_batches(caplog):
 def test_training_goes_on_after_a_gradient_that_cannot_be_recorded(model, replays, caplog):
     def reading(net, batch):  # the host waits for a number, which a recording cannot do
         loss = cross_entropy(net, batch)
-        return loss * (1.0 if float(loss) > 0 else 2.0)
+        return loss * (1.0 if loss.item() > 0 else 2.0)
 
     graphed = simulated(True, model, loss=reading)
     assert "no CUDA graph, because CUDA error: operation not permitted" in caplog.text

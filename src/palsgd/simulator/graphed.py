@@ -40,7 +40,9 @@ class Gradient:
 
 class Graphs:
     """What the graphs of one run's workers have in common. They are replayed one after another, so
-    that they share memory. If one cannot be recorded, none is replayed."""
+    that they share memory, but for gradients: where these are averaged, the first worker goes on
+    to its next one before the last has taken its step. If one cannot be recorded, none is
+    replayed."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -90,11 +92,12 @@ class GraphedGradient(Gradient):
         try:
             with self._as_before():
                 super().__call__(static)
-                want = [None if p.grad is None else p.grad.clone() for p in params]
+                want = [p.grad for p in params]
+            self._grads = [None if g is None else torch.empty_like(g) for g in want]
             graph = torch.cuda.CUDAGraph()
             with self._as_before(), _recording(graph, self._graphs.pool):
                 self._result = super().__call__(static)
-                self._grads = [p.grad for p in params]
+                self._copy_out()
             self._graph, self._places = graph, [p.data_ptr() for p in params]
             with self._as_before():
                 self._replay(self._inputs)
@@ -105,6 +108,12 @@ class GraphedGradient(Gradient):
         if reason:
             self._graph, self._inputs, self._grads = None, [], []
             self._graphs.give_up(device, reason)
+
+    def _copy_out(self) -> None:
+        """From the memory that graphs share to this worker's own, in the same replay."""
+        pairs = [(own, p.grad) for own, p in zip(self._grads, self.model.parameters(), strict=True)
+                 if own is not None and p.grad is not None]  # fmt: skip
+        torch._foreach_copy_([own for own, _ in pairs], [g for _, g in pairs])
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
