@@ -41,7 +41,8 @@ SOURCES = {
     "imagenet-resnet50": Source("resnet-50"),
     "tinystories-gptneo-8m": Source("gpt-neo-8m", 300),
     "tinystories-gptneo-125m": Source("gpt-neo-125m", 1024),
-    "stories-gptneo-8m": Source("gpt-neo-8m", STORY),
+    "stories-gptneo-8m": Source("gpt-neo-8m", STORY, 1.25, 25.0, "by the runs of "
+                                "lab/records/2026-11-17-gpt-neo-8m-endless"),
     "stories-gptneo-125m": Source("gpt-neo-125m", STORY),
     "stories-1m": Source("gpt-neo-8m", STORY, 0.6, 10.0, "by 567 runs that took 14 minutes, four "
                          "parts at once"),

@@ -49,8 +49,12 @@ def to_target(*methods: str, axis: str = "step") -> Reading:
             if each is None or each not in rows:
                 continue
             ratio = rows[each].speed_ups.get(axis)
-            texts.append(f"{each.label} misses the target" if ratio is None
-                         else f"{each.label} {100 * (1 - 1 / ratio.value):.1f}% fewer")  # fmt: skip
+            if rows[each].in_warmup:
+                texts.append(f"{each.label} arrives in its warm-up, which says nothing")
+            elif ratio is None:
+                texts.append(f"{each.label} misses the target")
+            else:
+                texts.append(f"{each.label} {100 * (1 - 1 / ratio.value):.1f}% fewer")
         return _joined(texts)
 
     return read

@@ -159,6 +159,32 @@ def test_what_is_not_reached_says_how_far_it_is(tmp_path):
     assert "missed" not in " ".join(found.verdicts)
 
 
+def test_a_target_that_is_reached_in_the_warm_up_tells_nothing_about_a_method(tmp_path):
+    """All of them average gradients there, so that what differs is chance."""
+    write(tmp_path / "ddp", [4.0, 2.0, 1.0], method="ddp", target=3.0)
+    for name, warmup in (("diloco", 150), ("palsgd", 100)):
+        write(tmp_path / name, [4.0, 1.0, 1.0], method=name, target=3.0, warmup_steps=warmup)
+    found = compare(tmp_path)
+    rows = to_target(found)
+    place = 100 + 100 / 3
+    assert rows["diloco"].costs["step"].cost.value == pytest.approx(place), "within 150"
+    assert rows["diloco"].in_warmup
+    assert rows["diloco"].speed_ups == {}
+    assert not rows["palsgd"].in_warmup
+    assert rows["palsgd"].speed_ups["step"].value == pytest.approx(150 / place)
+    said = {each.split(": ")[1] for each in found.verdicts if each.startswith("To loss")}
+    assert "diloco arrives in its warm-up of 150 steps, in which it averages gradients as ddp " \
+        "does" in said  # fmt: skip
+    assert any(each.startswith("palsgd takes 0.889 x ddp's steps") for each in said)
+
+
+def test_a_headline_says_that_a_target_is_reached_in_the_warm_up(tmp_path):
+    write(tmp_path / "ddp", [4.0, 2.0, 1.0], method="ddp", target=3.0, simulated=True)
+    write(tmp_path / "palsgd", [4.0, 1.0, 1.0], target=3.0, warmup_steps=200, simulated=True)
+    said = Comparison(group(find_runs([tmp_path])), "100mbit,1ms,step=50ms").headline
+    assert "reaches DDP's loss in its warm-up, in which both average gradients" in said
+
+
 def test_a_run_that_diverged_reaches_nothing_and_is_judged_by_nobody(tmp_path):
     seeds(tmp_path, [1.0, 1.1], method="ddp")
     lines = [runs.line(100, loss=2.0, metric=0.1), runs.line(200, loss=None, metric=0.1)]

@@ -1,10 +1,14 @@
 """Settings that are the same program are known before they run, and others are not taken for it."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from palsgd.lab import workloads
 from palsgd.lab.programs import first_of_each, program, settings_in
 from palsgd.lab.run_set import Options, run_all
+from palsgd.lab.simulated_program import in_turn
 from support.commands import lines
 
 BASE = workloads.recipe("digits").changed(
@@ -122,3 +126,13 @@ def test_a_run_in_epochs_is_the_one_in_as_many_steps_once_its_config_says_so():
 
 def test_settings_of_a_version_that_knew_more_are_unknown():
     assert settings_in({"workload": "digits", "method": "adasgd"}) is None
+
+
+def test_workers_whose_gradients_are_graphs_train_in_turn_unless_told_otherwise():
+    def chosen(vectorize, *, graphs=True, device="cuda"):
+        return in_turn(SimpleNamespace(graphs=graphs, device=torch.device(device)), vectorize)
+
+    assert chosen("auto")
+    assert not chosen(True)
+    assert not chosen("auto", graphs=False)
+    assert not chosen("auto", device="cpu"), "graphs are those of a GPU"

@@ -75,9 +75,17 @@ def test_graphs_train_to_the_weights_of_gradients_that_are_computed_anew(model, 
 
 
 def test_averaged_gradients_are_not_overwritten_by_the_next_one_of_another_worker():
-    """The first worker begins its next step before the last has ended the one before."""
+    """The first worker begins its next step before the last has ended the one before. What its loss
+    writes in between is larger than all gradients, and lies in memory that graphs share."""
+
+    def with_scratch(net, batch):
+        batch[0].flatten(1).repeat(1, 100).add(1000.0)
+        return cross_entropy(net, batch)
+
     for steps in (30, 15):
-        found, want = (simulated(graphs, warmup_steps=steps) for graphs in (True, False))
+        found, want = (
+            simulated(graphs, loss=with_scratch, warmup_steps=steps) for graphs in (True, False)
+        )
         assert_same_weights(found, want)
 
 

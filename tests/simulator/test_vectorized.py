@@ -2,6 +2,7 @@
 
 import logging
 import re
+import weakref
 from functools import partial
 
 import numpy as np
@@ -202,6 +203,25 @@ def test_memory_that_torch_keeps_of_ended_programs_is_free_for_the_next(monkeypa
     assert room._free_memory_of(torch.device("cuda")) == 40
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2, 100))  # others have more
     assert room._free_memory_of(torch.device("cuda")) == 37
+
+
+def test_an_ended_program_is_collected_before_free_memory_is_read(monkeypatch):
+    made = []
+
+    def build():
+        made.append(weakref.ref(found := linear()))
+        return found
+
+    palsgd.simulate(
+        workers=2, steps=9, model=build, loss=mse, data=batches, progress=False, vectorize=False,
+        method=lambda m: METHODS["diloco"](m, INNER["sgd"](m.parameters())),
+    )  # fmt: skip
+    figures = {"mem_get_info": (50, 100), "get_per_process_memory_fraction": 1.0,
+               "memory_reserved": 10}  # fmt: skip
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * (made[0]() is not None))
+    assert room._free_memory_of(torch.device("cuda")) == 60
 
 
 class Unusual(nn.Module):

@@ -1,6 +1,6 @@
 """Runs beside each other: what each setting ends with, and what it spends to reach a quality."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -53,9 +53,10 @@ class ToTarget:
 
     `costs`: by axis, with intervals and the resolution of the evaluations; empty if it never is
     reached. `speed_ups`: by axis, the baseline's cost over this one's, above 1 where this one is
-    ahead; none for the baseline itself, and none where one of both never arrives. `shortfall`: how
-    far the final value is from the target, relative, above zero where it falls short. `steps`: the
-    length of the runs.
+    ahead; none for the baseline itself, none where one of both never arrives, and none where this
+    one arrives in its warm-up, in which it averages gradients as the baseline does. `shortfall`:
+    how far the final value is from the target, relative, above zero where it falls short.
+    `steps`: the length of the runs.
     """
 
     group: Group
@@ -68,6 +69,10 @@ class ToTarget:
     @property
     def reached(self) -> bool:
         return bool(self.costs)
+
+    @property
+    def in_warmup(self) -> bool:
+        return _in_warmup(self.group, self.costs)
 
 
 class Comparison:
@@ -233,11 +238,12 @@ class Comparison:
         level, finals = self.quality.sign * target.value, self.final_losses(group)
         short = [(value - level) / (abs(level) or 1.0) for value in finals.values()]
         curve = self.curve(group)
+        costs = costs_to(curve, level, self.paces[group])
         return ToTarget(
             group=group,
             target=target,
-            costs=costs_to(curve, level, self.paces[group]),
-            speed_ups=self._speed_ups(group, level),
+            costs=costs,
+            speed_ups={} if _in_warmup(group, costs) else self._speed_ups(group, level),
             shortfall=of_mean(short),
             steps=0.0 if curve is None else float(curve.costs["step"][-1]),
         )
@@ -275,6 +281,11 @@ class Comparison:
 
 
 # -- one group -------------------------------------------------------------------------------------
+
+
+def _in_warmup(group: Group, costs: Mapping[str, Reached]) -> bool:
+    warmup = group.settings.get("warmup_steps") or 0
+    return "step" in costs and costs["step"].cost.value <= warmup
 
 
 def curve_of(

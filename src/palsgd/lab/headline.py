@@ -54,8 +54,11 @@ def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
     own, name, quality = row.group, _title(row.group), comparison.quality
     if comparison.same_programs.get(own) is base:
         return f"{name} is the same program as {_title(base)}"
+    reaches = f"{name} reaches {_title(base)}'s {quality.name}"
+    if row.in_warmup:
+        return f"{reaches} in its warm-up, in which both average gradients"
     if row.reached:
-        return f"{name} reaches {_title(base)}'s {quality.name} {_sooner(row.speed_ups['time_s'])}"
+        return f"{reaches} {_sooner(row.speed_ups['time_s'])}"
     final = fmean(comparison.final_losses(own).values())
     level = final + comparison.margin * abs(final)
     faster = _speed_up_at(comparison, own, base, level)

@@ -16,6 +16,7 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_run import SimulatedRun, shape_of
 from palsgd.lab.worker_loop import split_batch
+from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar, Whole
 from palsgd.simulator import Checkpoints, Program, programs
 
@@ -106,10 +107,10 @@ def simulate_runs(
             model=workload.model,
             loss=loss,
             device=workload.device,
-            vectorize=vectorize,
+            vectorize=False if in_turn(workload, vectorize) else vectorize,
             at_once=len(runs) if resume else None,
             progress=False,
-            compile=(workload.graphs and workload.device.type == "cuda") or None,
+            compile=_replayed(workload) or None,
         ):
             made = [
                 SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together
@@ -119,6 +120,18 @@ def simulate_runs(
             for program in made:
                 check_time(until)
                 program.train(quiet=quiet, whole=whole, until=until)
+
+
+def _replayed(workload: Workload) -> bool:
+    """Are gradients of one worker CUDA graphs?"""
+    return workload.graphs and workload.device.type == "cuda"
+
+
+def in_turn(workload: Workload, vectorize: bool | str) -> bool:
+    """Do workers train one after another unless the command says otherwise? Graphs leave a GPU
+    nothing to wait for, so that a stack has nothing to gain (VGG-16: it takes four times as long),
+    and to try it takes up to a minute of every process."""
+    return vectorize == "auto" and _replayed(workload)
 
 
 QUICK_S = 1.0  # a save that takes less is made at every pause

@@ -35,7 +35,7 @@ class Workload(ABC):
     labelled: ClassVar[bool] = False  # have examples classes, by which they can be dealt out?
     judged_on: ClassVar[str] = "loss"  # or "metric": by which a comparison says who is better
     # Does a forward pass do the same work every time, in many small kernels? A simulation on a GPU
-    # may then replay it as a CUDA graph.
+    # then trains workers one after another, whose gradients it replays as CUDA graphs.
     graphs: ClassVar[bool] = False
     # Training examples in an epoch. A class says how many the published data have, `load` how many
     # it found. 0: not known, so that the length of a run must be given in steps.

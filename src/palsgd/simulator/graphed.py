@@ -8,6 +8,7 @@ anew.
 
 Random numbers may be drawn: a replay reads the state of torch's generator, and moves it on."""
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,9 @@ class Graphs:
     def give_up(self, device: torch.device, reason: str) -> None:
         self.may = False
         log.warning("palsgd.simulate: gradients are no CUDA graph, because %s", reason)
+        # The error's frames, which refer to each other, keep what was recorded of the backward
+        # pass, and torch would go on with it on a stream that is no more used.
+        gc.collect()
         # After a recording that failed, torch 2.11 takes the generator to be in it for ever, and
         # refuses dropout. A copy of its state is in none. (Nor does it end the recording for its
         # memory, which therefore keeps what this run has freed until the process ends.)

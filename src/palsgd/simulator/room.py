@@ -1,5 +1,6 @@
 """How many workers and runs fit into memory."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def memory(model: nn.Module, workers: int) -> tuple[int, int]:
 
 def _free_memory_of(device: torch.device) -> int:
     """Of a GPU, as far as this process may take it. What torch keeps of programs that have ended is
-    free for the next one."""
+    free for the next one. Their workers refer to each other in circles, which Python takes apart
+    when it counts many objects, and not when they are large: so they are taken apart first."""
+    gc.collect()
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     taken = torch.cuda.memory_allocated(device)
