@@ -28,19 +28,26 @@ def parts(tiny: bool) -> list[Part]:
     outer = rates if tiny else rates | {"outer_lr": (1.0, 0.1)}
     methods = {name: rates if name in ("ddp", "localsgd") else outer for name in METHODS}
 
-    def point(name: str, epochs: float = 20.0, seeds: int = 3, **settings: object) -> list[Call]:
+    def point(
+        name: str, epochs: float = 20.0, seeds: int = 3, of: tuple[str, ...] = METHODS,
+        controls: tuple[str, ...] = OF_PICTURES, **settings: object,
+    ) -> list[Call]:  # fmt: skip
         size = dict(steps=96, batch_size=16) if tiny else dict(epochs=epochs)
-        return grid_comparison(name, recipe, methods, tried=1, seeds=2 if tiny else seeds,
-                               beside={}, controls=OF_PICTURES, **size, **settings,
-                               **ACCURACY)  # fmt: skip
+        return grid_comparison(name, recipe, {each: methods[each] for each in of}, tried=1,
+                               seeds=2 if tiny else seeds, beside={}, controls=controls, **size,
+                               **settings, **ACCURACY)  # fmt: skip
+
+    def at(name: str, *of: str, **settings: object) -> list[Call]:
+        """Against H: the paper's methods, with the control that tells what the pull is worth."""
+        return point(name, 40.0, 2, of, ("no-pull",), workers=usual, sharding="fixed", **settings)
 
     return [
         Part("workers", "What does accuracy lose with more workers, at H = 32?",
              [call for k in workers for call in point(f"K{k}", workers=k, sharding="fixed")]),
         Part("interval", f"What does accuracy lose with a longer interval, at K = {usual}?",
-             [call for h in intervals
-              for call in point(f"H{h}", 40.0, 2, workers=usual, sync_every=h,
-                                sharding="fixed")]),
+             [*at("ddp", "ddp"),
+              *(call for h in intervals
+                for call in at(f"H{h}", "localsgd", "diloco", "palsgd", sync_every=h))]),
         Part("shards", f"Does an anchor matter where shards differ, at K = {usual}?",
              [call for each in shards
               for call in point(each.replace(":", ""), workers=usual, sharding=each)]),
