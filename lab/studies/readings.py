@@ -6,7 +6,7 @@ Every number comes from `palsgd.lab.comparison`, which also judges them.
 from collections.abc import Callable
 from statistics import fmean, variance
 
-from palsgd.lab.comparison import Comparison
+from palsgd.lab.comparison import Comparison, ToTarget
 from palsgd.lab.groups import Group, shown
 
 Reading = Callable[[Comparison], str]
@@ -48,16 +48,21 @@ def to_target(*methods: str, axis: str = "step") -> Reading:
             each = _best(found, _named(found, method))
             if each is None or each not in rows:
                 continue
-            ratio = rows[each].speed_ups.get(axis)
-            if rows[each].in_warmup:
-                texts.append(f"{each.label} arrives in its warm-up, which says nothing")
-            elif ratio is None:
-                texts.append(f"{each.label} misses the target")
-            else:
-                texts.append(f"{each.label} {100 * (1 - 1 / ratio.value):.1f}% fewer")
+            texts.append(f"{each.label} {_arrival(rows[each], axis)}")
         return _joined(texts)
 
     return read
+
+
+def _arrival(row: ToTarget, axis: str) -> str:
+    ratio = row.speed_ups.get(axis)
+    if not row.reached:
+        return "misses the target"
+    if row.in_warmup:
+        return "arrives in its warm-up, which says nothing"
+    if ratio is None:
+        return "arrives, which the baseline does not"
+    return f"{100 * (1 - 1 / ratio.value):.1f}% fewer"
 
 
 def along(field: str, *methods: str, **where: object) -> Reading:

@@ -148,7 +148,7 @@ def part_record(study: Study, part: Part, place: Place, found: Comparison | None
         "verdicts": found.verdicts,
         "settings": [_settings_record(found, row) for row in found.finals()],
         "robustness": _robustness(found),
-        "time": {link: _times(place.comparison(part, link)) for link in study.links},
+        "time": {link: _times(place.comparison(part, link)) for link in part.links or study.links},
     }
 
 

@@ -7,7 +7,7 @@ GPT-Neo, and four fifths of GPT-Neo-8M.
 """
 
 from calls import Call, Compare
-from gpt_neo_8m import REAL
+from gpt_neo_8m import REAL, links
 from readings import ends, to_target
 from released_methods import FIRST_TENSOR, PRINTED, RELEASED
 from study import Claim, Part, Study, main
@@ -78,7 +78,7 @@ STUDY = Study(
         Claim("none: losses at the end, a million weights", "gentle", ends(*_ALL)),
         Claim("none: losses at the end, digits", "digits", ends(*_ALL)),
     ],
-    links=("63gbit,15us,step=1.15s", "1gbit,1ms,step=1.15s"),  # as for gpt_neo_8m
+    links=links(16),
 )  # fmt: skip
 
 if __name__ == "__main__":

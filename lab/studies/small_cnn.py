@@ -30,22 +30,23 @@ def parts(tiny: bool) -> list[Part]:
 
     def point(
         name: str, epochs: float = 20.0, seeds: int = 3, of: tuple[str, ...] = METHODS,
-        controls: tuple[str, ...] = OF_PICTURES, **settings: object,
+        controls: tuple[str, ...] = OF_PICTURES, tried: int = 1, **settings: object,
     ) -> list[Call]:  # fmt: skip
         size = dict(steps=96, batch_size=16) if tiny else dict(epochs=epochs)
-        return grid_comparison(name, recipe, {each: methods[each] for each in of}, tried=1,
+        return grid_comparison(name, recipe, {each: methods[each] for each in of}, tried=tried,
                                seeds=2 if tiny else seeds, beside={}, controls=controls, **size,
                                **settings, **ACCURACY)  # fmt: skip
 
-    def at(name: str, *of: str, **settings: object) -> list[Call]:
+    def at(name: str, *of: str, tried: int = 1, **settings: object) -> list[Call]:
         """Against H: the paper's methods, with the control that tells what the pull is worth."""
-        return point(name, 40.0, 2, of, ("no-pull",), workers=usual, sharding="fixed", **settings)
+        return point(name, 40.0, 2, of, ("no-pull",), tried, workers=usual, sharding="fixed",
+                     **settings)  # fmt: skip
 
     return [
         Part("workers", "What does accuracy lose with more workers, at H = 32?",
              [call for k in workers for call in point(f"K{k}", workers=k, sharding="fixed")]),
         Part("interval", f"What does accuracy lose with a longer interval, at K = {usual}?",
-             [*at("ddp", "ddp"),
+             [*at("ddp", "ddp", tried=2),  # as many runs as the others' grids have
               *(call for h in intervals
                 for call in at(f"H{h}", "localsgd", "diloco", "palsgd", sync_every=h))]),
         Part("shards", f"Does an anchor matter where shards differ, at K = {usual}?",

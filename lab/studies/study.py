@@ -37,6 +37,7 @@ class Part:
     name: str
     asks: str  # a question in one sentence
     calls: Sequence[Call]
+    links: Sequence[str] = ()  # in place of the study's, where a step takes another time
 
     def estimate(self) -> Estimate:
         return sum(map(estimate, self.calls), NOTHING)

@@ -1,14 +1,17 @@
 """Settings that are the same program are known before they run, and others are not taken for it."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from palsgd.lab import workloads
+from palsgd.lab import simulated_program, workloads
 from palsgd.lab.programs import first_of_each, program, settings_in
 from palsgd.lab.run_set import Options, run_all
 from palsgd.lab.simulated_program import in_turn
+from palsgd.simulator import program as simulator_program
 from support.commands import lines
 
 BASE = workloads.recipe("digits").changed(
@@ -136,3 +139,22 @@ def test_workers_whose_gradients_are_graphs_train_in_turn_unless_told_otherwise(
     assert not chosen(True)
     assert not chosen("auto", graphs=False)
     assert not chosen("auto", device="cpu"), "graphs are those of a GPU"
+
+
+def test_a_program_that_has_ended_is_gone_before_the_next_one_is_made(monkeypatch, tmp_path):
+    """Workers that train in turn, one run at a time: each has the memory to itself."""
+    models, alive = [], []
+    check = simulator_program.check_copies
+
+    def watched(model):
+        gc.collect()
+        alive.append(sum(each() is not None for each in models))
+        models.append(weakref.ref(model))
+        check(model)
+
+    monkeypatch.setattr(simulator_program, "check_copies", watched)
+    monkeypatch.setattr(simulator_program, "runs_that_fit", lambda model, workers: 1)
+    monkeypatch.setattr(simulated_program, "in_turn", lambda workload, vectorize: True)
+    runs = {f"seed={seed}": BASE.changed({"seed": seed, "sync_every": 12}) for seed in (1, 2, 3)}
+    run_all(runs, tmp_path / "runs", Options(simulate=True, quiet=True))
+    assert alive == [0, 0, 0]

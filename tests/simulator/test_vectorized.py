@@ -200,12 +200,12 @@ def test_memory_that_torch_keeps_of_ended_programs_is_free_for_the_next(monkeypa
                "memory_reserved": 45, "memory_allocated": 10}  # fmt: skip
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert room._free_memory_of(torch.device("cuda")) == 40
+    assert room._free_memory_of(torch.device("cuda"), 0) == 40
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2, 100))  # others have more
-    assert room._free_memory_of(torch.device("cuda")) == 37
+    assert room._free_memory_of(torch.device("cuda"), 0) == 37
 
 
-def test_an_ended_program_is_collected_before_free_memory_is_read(monkeypatch):
+def test_an_ended_program_is_collected_where_memory_is_short(monkeypatch):
     made = []
 
     def build():
@@ -221,7 +221,7 @@ def test_an_ended_program_is_collected_before_free_memory_is_read(monkeypatch):
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * (made[0]() is not None))
-    assert room._free_memory_of(torch.device("cuda")) == 60
+    assert room._free_memory_of(torch.device("cuda"), wanted=55) == 60
 
 
 class Unusual(nn.Module):

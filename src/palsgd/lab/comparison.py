@@ -1,6 +1,6 @@
 """Runs beside each other: what each setting ends with, and what it spends to reach a quality."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -54,9 +54,9 @@ class ToTarget:
     `costs`: by axis, with intervals and the resolution of the evaluations; empty if it never is
     reached. `speed_ups`: by axis, the baseline's cost over this one's, above 1 where this one is
     ahead; none for the baseline itself, none where one of both never arrives, and none where this
-    one arrives in its warm-up, in which it averages gradients as the baseline does. `shortfall`:
-    how far the final value is from the target, relative, above zero where it falls short.
-    `steps`: the length of the runs.
+    one arrives in its warm-up. `shortfall`: how far the final value is from the target, relative,
+    above zero where it falls short. `steps`: the length of the runs. `in_warmup`: was it seen at
+    the target before its warm-up had ended, until when it is no other method than the baseline?
     """
 
     group: Group
@@ -65,14 +65,11 @@ class ToTarget:
     speed_ups: dict[str, Interval]
     shortfall: Interval
     steps: float
+    in_warmup: bool
 
     @property
     def reached(self) -> bool:
         return bool(self.costs)
-
-    @property
-    def in_warmup(self) -> bool:
-        return _in_warmup(self.group, self.costs)
 
 
 class Comparison:
@@ -237,16 +234,25 @@ class Comparison:
     def _to_target(self, group: Group, target: Target) -> ToTarget:
         level, finals = self.quality.sign * target.value, self.final_losses(group)
         short = [(value - level) / (abs(level) or 1.0) for value in finals.values()]
-        curve = self.curve(group)
-        costs = costs_to(curve, level, self.paces[group])
+        curve, early = self.curve(group), bool(self.in_warmup(group, np.array([level]))[0])
         return ToTarget(
             group=group,
             target=target,
-            costs=costs,
-            speed_ups={} if _in_warmup(group, costs) else self._speed_ups(group, level),
+            costs=costs_to(curve, level, self.paces[group]),
+            speed_ups={} if early else self._speed_ups(group, level),
             shortfall=of_mean(short),
             steps=0.0 if curve is None else float(curve.costs["step"][-1]),
+            in_warmup=early,
         )
+
+    def in_warmup(self, group: Group, levels: np.ndarray) -> np.ndarray:
+        """For each level, of which less is better: did an evaluation in the group's warm-up see it
+        there?"""
+        curve, warmup = self.curve(group), group.settings.get("warmup_steps") or 0
+        if curve is None:
+            return np.zeros(len(levels), dtype=bool)
+        until = curve.mean()[curve.costs["step"] <= warmup]
+        return until.min(initial=np.inf) <= levels
 
     def _speed_ups(self, group: Group, level: float) -> dict[str, Interval]:
         base = self.baseline(group)
@@ -281,11 +287,6 @@ class Comparison:
 
 
 # -- one group -------------------------------------------------------------------------------------
-
-
-def _in_warmup(group: Group, costs: Mapping[str, Reached]) -> bool:
-    warmup = group.settings.get("warmup_steps") or 0
-    return "step" in costs and costs["step"].cost.value <= warmup
 
 
 def curve_of(

@@ -74,6 +74,8 @@ def inner_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     common: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if settings.inner in ("sgd", "nesterov"):
         nesterov = settings.inner == "nesterov" and settings.momentum != 0
+        # On a GPU one pass over VGG-16's 134 M weights in place of four.
+        common["fused"] = any(p.is_cuda for p in params) or None
         return torch.optim.SGD(params, momentum=settings.momentum, nesterov=nesterov, **common)
     kind = torch.optim.AdamW if settings.inner == "adamw" else torch.optim.Adam
     return kind(params, fused=True, **common)

@@ -13,6 +13,7 @@ from palsgd.lab.judging.interval import Interval
 from palsgd.lab.judging.speedup import speed_up
 from palsgd.lab.verdicts import judged, mixes, word_for
 
+EARLY = "in its warm-up, until when both are one method"
 EQUAL = 0.02  # numbers of gradients that differ by less are called equal
 
 
@@ -54,20 +55,27 @@ def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
     own, name, quality = row.group, _title(row.group), comparison.quality
     if comparison.same_programs.get(own) is base:
         return f"{name} is the same program as {_title(base)}"
-    reaches = f"{name} reaches {_title(base)}'s {quality.name}"
-    if row.in_warmup:
-        return f"{reaches} in its warm-up, in which both average gradients"
     if row.reached:
-        return f"{reaches} {_sooner(row.speed_ups['time_s'])}"
+        return f"{name} reaches {_goal(comparison, row, base)}"
     final = fmean(comparison.final_losses(own).values())
     level = final + comparison.margin * abs(final)
-    faster = _speed_up_at(comparison, own, base, level)
+    early = comparison.in_warmup(own, np.array([level]))[0]
+    faster = EARLY if early else _sooner(_speed_up_at(comparison, own, base, level))
     sign = "-" if quality.higher_is_better else "+"
     return (
         f"{name} does not reach {_title(base)}'s {quality.name} in {row.steps:,.0f} steps; its own "
         f"final {quality.name} {sign} {100 * comparison.margin:g}%, {quality.sign * level:.3g}, it "
-        f"reaches {_sooner(faster)}"
+        f"reaches {faster}"
     )
+
+
+def _goal(comparison: Comparison, row: ToTarget, base: Group) -> str:
+    """What is reached, and how much sooner than by the baseline."""
+    name, title = comparison.quality.name, _title(base)
+    theirs = next(each for each in comparison.to_target() if each.group is base)
+    if not theirs.reached:  # a target that was stated
+        return f"{name} {_number(row.target.value)}, which {title} never does"
+    return f"{title}'s {name} {EARLY if row.in_warmup else _sooner(row.speed_ups['time_s'])}"
 
 
 def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) -> Interval:

@@ -115,11 +115,13 @@ def simulate_runs(
             made = [
                 SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together
             ]
+            together.clear()  # so that each is gone when it has ended
             for program in made:  # all of them are recorded before the first one trains
                 program.begin(resume=resume)
-            for program in made:
+            del program
+            while made:
                 check_time(until)
-                program.train(quiet=quiet, whole=whole, until=until)
+                made.pop(0).train(quiet=quiet, whole=whole, until=until)
 
 
 def _replayed(workload: Workload) -> bool:

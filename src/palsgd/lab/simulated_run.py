@@ -217,6 +217,7 @@ class SimulatedRun:
 
     def finish(self, result: Result) -> None:
         self.pause(result.history)
+        self._opt = self._mean_norm = None  # they lead to all workers, whose memory others need
         if not self._writes:
             return
         if result.error is not None:

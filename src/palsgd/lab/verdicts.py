@@ -156,10 +156,10 @@ def _speed(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
         goal = f"To {comparison.quality.name} {_number(row.target.value)} ({row.target.source})"
         if not row.reached:
             yield f"{goal}: {group.label} {not_reached(row)}."
-        elif base is not None and row.in_warmup:
-            yield f"{goal}: {group.label} {within_warmup(row, base)}."
         elif base is None or base not in rows or not rows[base].reached:
             yield f"{goal}: {group.label} takes {_costs(row)}; {_resolution(row)}."
+        elif row.in_warmup:
+            yield f"{goal}: {group.label} {_within_warmup(row, base)}."
         else:
             yield f"{goal}: {group.label} takes {_ratios(row, base)}; {_resolution(row)}."
 
@@ -173,12 +173,12 @@ def not_reached(row: "ToTarget") -> str:
     return f"does not reach it within {row.steps:,.0f} steps (ends {_share(short)} {side})"
 
 
-def within_warmup(row: "ToTarget", base: Group) -> str:
+def _within_warmup(row: "ToTarget", base: Group) -> str:
     """A target that says nothing about a method."""
     steps = row.group.settings["warmup_steps"]
     return (
-        f"arrives in its warm-up of {steps:,} steps, in which it averages gradients as "
-        f"{base.label} does: this target tells nothing about it"
+        f"arrives in its warm-up of {steps:,} steps, until when it is no other method than "
+        f"{base.label}: this target does not compare them"
     )
 
 

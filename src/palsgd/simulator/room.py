@@ -20,11 +20,12 @@ def check_memory(model: nn.Module, workers: int) -> None:
         )
 
 
+SHARE = 4  # Weights and state may take a quarter of the memory. The rest is for activations.
+
+
 def runs_that_fit(model: nn.Module, workers: int) -> int:
-    """The number of runs whose weights and state take a quarter of the memory. The rest is for
-    activations."""
     need, free = memory(model, workers)
-    return max(1, free // max(1, 4 * need))
+    return max(1, free // max(1, SHARE * need))
 
 
 def memory(model: nn.Module, workers: int) -> tuple[int, int]:
@@ -33,15 +34,23 @@ def memory(model: nn.Module, workers: int) -> tuple[int, int]:
     device = next(model.parameters()).device
     need = workers * 4 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     if device.type == "cuda":
-        return need, _free_memory_of(device)
+        return need, _free_memory_of(device, SHARE * need)
     return need, _free_memory()
 
 
-def _free_memory_of(device: torch.device) -> int:
-    """Of a GPU, as far as this process may take it. What torch keeps of programs that have ended is
-    free for the next one. Their workers refer to each other in circles, which Python takes apart
-    when it counts many objects, and not when they are large: so they are taken apart first."""
-    gc.collect()
+def _free_memory_of(device: torch.device, wanted: int) -> int:
+    """Of a GPU, as far as this process may take it. Where less than `wanted` is free, programs that
+    have ended are taken apart: their workers refer to each other in circles, and Python looks for
+    those when there are many objects, not when they are large."""
+    found = _free_now(device)
+    if found < wanted:
+        gc.collect()
+        found = _free_now(device)
+    return found
+
+
+def _free_now(device: torch.device) -> int:
+    """What torch keeps of programs that have ended is free for the next one."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     taken = torch.cuda.memory_allocated(device)

@@ -17,7 +17,7 @@ from palsgd.checks import (
     in_error,
 )
 from palsgd.cluster import Cluster
-from palsgd.simulator.checkpoints import Checkpoints, ProgramList
+from palsgd.simulator.checkpoints import ProgramList
 from palsgd.simulator.history import Evaluate, Every
 from palsgd.simulator.program import OptimizerOf, Program, Simulation
 from palsgd.simulator.result import Result
@@ -223,9 +223,8 @@ def simulate_many(
     for together in simulation.programs(plans, at_once, [] if known is None else known.read()):
         if known is not None:
             known.add((program.runs, program.engine) for program in together)
-        for program in together:
-            store = None if known is None else known.checkpoints(program.runs[0])
-            found |= zip(program.runs, _trained(program, store), strict=True)
+        while together:  # none of them is kept when it has ended
+            found |= _trained(together.pop(0), known)
     return [found[number] for number in plans]
 
 
@@ -307,15 +306,16 @@ def programs(
     return simulation.programs(plans, at_once)
 
 
-def _trained(program: Program, store: Checkpoints | None) -> list[Result]:
+def _trained(program: Program, known: ProgramList | None) -> dict[int, Result]:
     """The results of a program that goes on from its newest checkpoint, if there is one."""
+    store = None if known is None else known.checkpoints(program.runs[0])
     state = None if store is None else store.newest()
     if state is not None:
         program.load(state)
     while program.advance():
         if store is not None:
             store.save(program.clock, program.state())
-    return program.results()
+    return dict(zip(program.runs, program.results(), strict=True))
 
 
 def _simulation(

@@ -167,7 +167,8 @@ class Section:
         caption = (
             f"What the baseline spends until it is at this {self.unit.name}, divided by what a "
             "method spends: above 1 a method is ahead. A bar across the end of a line: the method "
-            f"stops, the baseline goes further. {self._bands()}"
+            "stops, the baseline goes further. Left out is what a method reaches in its warm-up, "
+            f"until when it is the baseline. {self._bands()}"
         )
         if "time_s" not in variants:
             caption += f" No seconds are known: {NO_LINK}."

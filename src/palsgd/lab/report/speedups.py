@@ -1,7 +1,7 @@
 """Speed-ups against quality, as lines: what the baseline spends until it is at a level, divided by
 what a method spends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,8 +57,10 @@ def speed_lines(
         if len(levels):
             noise = _noise(comparison, base, group) if axis == "time_s" else None
             line = speed_up(other, own, axis, levels, noise=noise)
+            stops = bool(np.isnan(line.ratio[-1]))
+            early = comparison.in_warmup(group, levels)  # when it is no other method yet
+            line = replace(line, ratio=np.where(early, np.nan, line.ratio))
             if np.isfinite(line.ratio).any():
-                stops = bool(np.isnan(line.ratio[-1]))
                 found.append(SpeedLine(group, _curve(line, unit), stops))
     return found
 

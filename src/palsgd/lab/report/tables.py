@@ -49,7 +49,8 @@ def target_table(comparison: Comparison) -> Table | None:
         title="To the target",
         caption=f"Cost until the mean over seeds first is at {comparison.quality.name} {values}. "
         "Between two evaluations by a straight line. Below it: its 95% bootstrap interval over "
-        "seeds, and the baseline's cost divided by it, with an interval of the same kind.",
+        "seeds, and the baseline's cost divided by it, with an interval of the same kind. A method "
+        "that arrives in its warm-up has none: until then it is no other than the baseline.",
         head=[AXES[axis][0] for axis in axes] or ["reached"],
         rows=[
             Row(numbers[row.group], row.group.label, _target_cells(row, axes, comparison))
@@ -71,7 +72,8 @@ def _target_cells(row: ToTarget, axes: list[str], comparison: Comparison) -> lis
             continue
         text = _FORMS[AXES[axis][2]]
         cost, gain = row.costs[axis].cost, row.speed_ups.get(axis)
-        notes = [formats.interval(cost, text), "" if gain is None else formats.times(gain)]
+        notes = [formats.interval(cost, text), "" if gain is None else formats.times(gain),
+                 "in its warm-up" if row.in_warmup else ""]  # fmt: skip
         cells.append(Cell(text(cost.value), tuple(filter(None, notes))))
     same = comparison.same_programs.get(row.group)
     if same is not None:

@@ -118,6 +118,5 @@ def _to_target(row: ToTarget | None) -> str:
     if not row.reached:
         return f"not reached within {row.steps:,.0f}"
     cost = row.costs["step"].cost
-    return " ".join(
-        filter(None, [formats.count(cost.value), formats.interval(cost, formats.count)])
-    )
+    words = [formats.count(cost.value), formats.interval(cost, formats.count)]
+    return " ".join(filter(None, [*words, "in its warm-up" if row.in_warmup else ""]))
