@@ -86,11 +86,16 @@ class WarmProcess:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            said = " | ".join(text[-2000:] for text in self._said())
+            raise subprocess.TimeoutExpired(f"process {self.pid} ({said})", timeout or 0.0)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
+        return self._said()
+
+    def _said(self) -> tuple[str, str]:
+        """So far."""
         for file in (self.stdout, self.stderr):
             file.seek(0)
         return self.stdout.read(), self.stderr.read()
