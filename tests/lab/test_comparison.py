@@ -179,6 +179,16 @@ def test_a_target_that_is_reached_in_the_warm_up_tells_nothing_about_a_method(tm
     assert line.group.label == "palsgd", "the figure leaves out what is reached in a warm-up"
 
 
+def test_a_target_above_the_first_loss_is_in_no_warm_up_of_a_method_without_one(tmp_path):
+    write(tmp_path / "ddp", [4.0, 2.0], method="ddp", target=9.0)
+    for name in ("diloco", "localsgd"):
+        lines = [runs.line(0, loss=5.0, metric=0.1), runs.line(100, loss=4.0, metric=0.2)]
+        write(tmp_path / name, [], lines=lines, method=name, target=9.0, warmup_steps=0)
+    found = compare(tmp_path)
+    assert not any(row.in_warmup for row in found.to_target())
+    assert not any("warm-up" in each for each in found.verdicts)
+
+
 def over_a_link(folder):
     return Comparison(group(find_runs([folder])), "100mbit,1ms,step=50ms").headline
 

@@ -82,7 +82,7 @@ def _apart(share: Share) -> list[list[Group]]:
     found: list[tuple[set[int], set[Any]]] = []  # numbers of groups, with what they share
     for number, group in enumerate(share.groups):
         waiting = [share.runs[name] for name in group.names if name in share.waiting]
-        stacked = [each for each in waiting if group.vectorize is True or not _in_turn(each)]
+        stacked = [each for each in waiting if group.vectorize is True or not _may_take_turns(each)]
         keys = {warmup_of(each) for each in stacked if each.warmup_steps}
         joined = [each for each in found if each[1] & keys]
         found = [each for each in found if not each[1] & keys]
@@ -92,7 +92,7 @@ def _apart(share: Share) -> list[list[Group]]:
     return [[share.groups[number] for number in sorted(numbers)] for numbers, _ in found]
 
 
-def _in_turn(settings: Settings) -> bool:
+def _may_take_turns(settings: Settings) -> bool:
     return workloads.kind(settings.workload).graphs
 
 

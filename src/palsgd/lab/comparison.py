@@ -249,7 +249,7 @@ class Comparison:
         """For each level, of which less is better: did an evaluation in the group's warm-up see it
         there?"""
         curve, warmup = self.curve(group), group.settings.get("warmup_steps") or 0
-        if curve is None:
+        if curve is None or not warmup:
             return np.zeros(len(levels), dtype=bool)
         until = curve.mean()[curve.costs["step"] <= warmup]
         return until.min(initial=np.inf) <= levels

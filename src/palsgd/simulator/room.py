@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+SHARE = 4  # weights and state may take a quarter of the memory; the rest is for activations
+
 
 def check_memory(model: nn.Module, workers: int) -> None:
     """Refuse a simulation that does not fit into memory."""
@@ -18,9 +20,6 @@ def check_memory(model: nn.Module, workers: int) -> None:
             f"{next(model.parameters()).device}; use at most {max(1, workers * free // need)} "
             "workers, or a smaller model"
         )
-
-
-SHARE = 4  # Weights and state may take a quarter of the memory. The rest is for activations.
 
 
 def runs_that_fit(model: nn.Module, workers: int) -> int:
