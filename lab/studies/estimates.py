@@ -39,6 +39,8 @@ SOURCES = {
     "cifar10-vgg16": Source("vgg-16", 1, 0.5, None, _LAST),
     "cifar10-resnet18": Source("vgg-16", 1, 0.5, None, _LAST),
     "imagenet-resnet50": Source("resnet-50"),
+    "ResNet50At96": Source("resnet-50", 1, 0.3, 15.0, "12,000 photographs of 96 x 96 a second, "
+                           "a guess by their size"),
     "tinystories-gptneo-8m": Source("gpt-neo-8m", 300),
     "tinystories-gptneo-125m": Source("gpt-neo-125m", 1024),
     "stories-gptneo-8m": Source("gpt-neo-8m", STORY, 1.25, 25.0, "by the runs of "
@@ -82,7 +84,7 @@ def reasons(calls: Iterable[Call]) -> list[str]:
 
 
 def source_of(settings: Settings) -> Source:
-    return SOURCES.get(settings.workload, UNKNOWN)
+    return SOURCES.get(references.short(settings.workload), UNKNOWN)
 
 
 def _stage(runs: list[Settings], together: bool, shares_warmups: bool) -> Estimate:

@@ -119,11 +119,12 @@ class Grid(Call):
 
 def grid_comparison(
     name: str, recipe: str, methods: Mapping[str, Varied], *, tried: int, seeds: int,
-    beside: Mapping[str, Varied], controls: bool | Sequence[str] = False, **settings: Any,
+    beside: Mapping[str, Varied], controls: bool | Sequence[str] = False, together: bool = True,
+    **settings: Any,
 ) -> list[Call]:  # fmt: skip
     """A grid of each method's settings, `tried` times each, and a comparison at the best of them
     over fresh seeds."""
-    common: dict[str, Any] = dict(name=name, recipe=recipe)
+    common: dict[str, Any] = dict(name=name, recipe=recipe, together=together)
     return [
         Grid(**common, settings=settings, methods=methods, beside=beside, seeds=tried),
         Compare(**common, settings=settings, methods=tuple(methods), seeds=seeds,

@@ -14,20 +14,27 @@ METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 FULL: dict[str, Any] = {"precision": "bf16", **ACCURACY}
 # A fifth of the paper's warm-ups, and three rounds of 1,024: whole rounds of every H.
 WHOLE = FULL | {"epochs": None, "whole_rounds": False, "warmup_steps": 410,
-                "lr_warmup_epochs": 2.0, "steps": 410 + 3 * 1024}  # fmt: skip
+                "lr_warmup_epochs": 2.0, "steps": 410 + 3 * 1024,
+                "evaluate_every": 348}  # fmt: skip
 SHORT: dict[str, object] = {
     "steps": 96, "batch_size": 16, "warmup_steps": 16, "pull": 0.5, **ACCURACY,
 }  # fmt: skip
 
 
 def interval(tiny: bool) -> list[Call]:
-    """At the middle of the paper's learning rates, which are the same for every H."""
+    """At the middle of the paper's learning rates, which are the same for every H. DDP's seeds say
+    how far apart chance alone puts two runs. The ends of the range come first, Local SGD last."""
     recipe, size = ("digits", SHORT) if tiny else ("cifar10-vgg16", WHOLE)
-    lengths = [8, 32] if tiny else [32, 64, 128, 256, 512, 1024]
-    local = {"method": ["localsgd", "diloco", "palsgd"], "sync_every": lengths}
+    lengths = [8, 32] if tiny else [1024, 32, 256, 128, 512, 64]
+
+    def sweep(name: str, *methods: str, seeds: int = 1, **more: object) -> Call:
+        return Sweep(name=name, recipe=recipe, settings={**size, "method": list(methods), **more},
+                     seeds=seeds)  # fmt: skip
+
     return [
-        Sweep(name="local", recipe=recipe, settings={**size, **local}),
-        Sweep(name="ddp", recipe=recipe, settings={**size, "method": ["ddp"]}),
+        sweep("outer", "palsgd", "diloco", sync_every=lengths),
+        sweep("ddp", "ddp", seeds=2 if tiny else 3),
+        sweep("local", "localsgd", sync_every=lengths),
     ]
 
 

@@ -230,6 +230,25 @@ def test_runs_whose_company_is_gone_start_over_and_say_so(tmp_path, monkeypatch,
     assert all(record["seeds"] == [2, 3] for record in records(out).values())
 
 
+def test_the_best_model_is_written_with_a_state_or_at_the_end_and_not_at_every_evaluation(
+    engine, tmp_path, monkeypatch
+):
+    write, written = RunFolder.write_best, []
+
+    def counted(folder, best):
+        written.append(folder.path.name)
+        write(folder, best)
+
+    monkeypatch.setattr(RunFolder, "write_best", counted)
+    monkeypatch.setattr(simulated_program, "QUICK_S", 0.0)  # one state, and none soon after it
+    assert palsgd(*sweep(tmp_path / "out", steps=24)).code == 0
+    for name in NAMES:
+        assert len([line for line in lines(tmp_path / "out" / name) if "metric" in line]) > 3
+        assert 1 <= written.count(name) <= 2
+        best = RunFolder(tmp_path / "out" / name).best()
+        assert best["step"] == summary(tmp_path / "out" / name)["best_step"]
+
+
 def test_there_is_something_to_look_at_while_runs_are_simulated(engine, tmp_path, monkeypatch):
     save, seen = Checkpoints.save, []
 

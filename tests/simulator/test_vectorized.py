@@ -59,6 +59,56 @@ def test_buffer_policies_hold_in_both_engines(buffers):
     check(*both(partial(net, dtype=torch.float64), "balanced", "momentum", buffers=buffers))
 
 
+def pooled():
+    """In bf16 its largest places are often equal, and rounding decides which has the gradient."""
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(1024, 5),
+    )  # fmt: skip
+
+
+def colour_batches(worker):
+    rng = torch.Generator().manual_seed(worker)
+    while True:
+        yield torch.randn(16, 3, 16, 16, generator=rng), torch.randint(5, (16,), generator=rng)
+
+
+class Half(nn.Module):
+    """A model, one of whose parameters it also reaches by another attribute, which a stack does
+    not replace."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = pooled()
+        self.hidden = [self.net[-1].weight]
+
+    def forward(self, x):
+        return self.net(x) + self.net[:-1](x) @ self.hidden[0].t()
+
+
+def low_precision(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def in_low_precision(model):
+    return palsgd.simulate(
+        workers=2, steps=2, model=model, loss=low_precision, data=colour_batches, vectorize=True,
+        method=lambda m: palsgd.DiLoCo(m, torch.optim.SGD(m.parameters(), lr=0.01), sync_every=2),
+    )  # fmt: skip
+
+
+def test_rounding_in_low_precision_is_not_taken_for_another_gradient():
+    assert in_low_precision(pooled).engine == "vectorized"
+
+
+def test_in_low_precision_another_gradient_is_still_refused():
+    with pytest.raises(ValueError, match="cannot be vectorized"):
+        in_low_precision(Half)
+
+
 def cnn():
     torch.manual_seed(2)
     return nn.Sequential(

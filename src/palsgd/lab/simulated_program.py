@@ -211,6 +211,8 @@ class SimulatedProgram:
     def _save(self) -> None:
         began = time.monotonic()
         counts = [run.norms for run in self._runs]
+        for run in self._runs:
+            run.keep_best()
         self._checkpoints.save(self._program.clock, self._state())
         for run, count in zip(self._runs, counts, strict=True):
             run.forget_norms(count)

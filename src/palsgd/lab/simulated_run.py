@@ -211,12 +211,22 @@ class SimulatedRun:
         self._written = len(self._lines)
 
     def pause(self, history: list[dict[str, Any]]) -> None:
-        """Write what is new."""
+        """Write the lines that are new."""
         self._take(history)
         self._write()
 
+    def keep_best(self) -> None:
+        """Write the best model so far, if it is not written. It goes with a state that is saved and
+        with the end of training: without either, nobody goes on from it, and a large model takes
+        as long to write as many steps do."""
+        if self._writes and "model" in self._best:
+            metric, model = self._best["metric"], self._best.pop("model")
+            step = next(line["step"] for line in self._lines if line.get("metric") == metric)
+            self.folder.write_best({"step": step, "metric": metric, "model": model})
+
     def finish(self, result: Result) -> None:
         self.pause(result.history)
+        self.keep_best()
         self._opt = self._mean_norm = None  # they lead to all workers, whose memory others need
         if not self._writes:
             return
@@ -240,14 +250,9 @@ class SimulatedRun:
         return [] if self._mean_norm is None else self._mean_norm.all
 
     def _write(self) -> None:
-        if not self._writes:
-            return
-        self.folder.append(self._lines[self._written :])
-        self._written = len(self._lines)
-        if "model" in self._best:
-            metric, model = self._best["metric"], self._best.pop("model")
-            step = next(line["step"] for line in self._lines if line.get("metric") == metric)
-            self.folder.write_best({"step": step, "metric": metric, "model": model})
+        if self._writes:
+            self.folder.append(self._lines[self._written :])
+            self._written = len(self._lines)
 
     def _take(self, history: list[dict[str, Any]]) -> None:
         """Make lines of the new entries: of all syncs and, in the warm-up, of the evaluated
