@@ -39,7 +39,7 @@ class Buffers:
         prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._names = {slot: prefixes[slot[0]] + slot[1] for slot in self._slots}
         self._warned = False  # of a mask that changes
-        pieces = sum(len(_split(b)) * b.numel() for b in self._integers)
+        pieces = sum(_pieces_of(b.dtype) * b.numel() for b in self._integers)
         self.encoded_size = sum(b.numel() for b in self._floats) + pieces
         self._global = [b.clone() for b in self.all()]
         # Are `_global` the buffers of the present global model? Under "recompute" they are from a
@@ -83,12 +83,13 @@ class Buffers:
         """The flat values that this worker sends, whose place among the workers this is. Unless
         `finite`, zeros replace its floats."""
         self._unite_ranks(like)
-        parts = [like.new_empty(0)]
-        for buffer in self._floats:
-            flat = buffer.reshape(-1).to(like)  # which is elsewhere if the anchor is offloaded
-            parts.append(flat if finite else torch.zeros_like(flat))
-        for buffer in self._integers:
-            parts += [p.to(like) * (place == 0) for p in _split(buffer)]
+        flat = _joined(self._floats, like)  # which is elsewhere if the anchor is offloaded
+        parts = [flat if finite else torch.zeros_like(flat)]
+        for dtype, buffers in _by_type(self._integers).items():
+            values = torch.cat([b.reshape(-1).to(like.device) for b in buffers]).long()
+            shifts = 16 * torch.arange(_pieces_of(dtype), device=values.device)[:, None]
+            pieces = (values >> shifts) & (_PIECE - 1)
+            parts.append(pieces.reshape(-1).to(like) * (place == 0))
         return torch.cat(parts)
 
     def _unite_ranks(self, like: Tensor) -> None:
@@ -106,13 +107,18 @@ class Buffers:
     def decode(self, mean: Tensor, workers: int, contributors: int) -> None:
         """Set the local and the global buffers from the mean over `workers`, of which
         `contributors` sent floats that are not replaced by zeros."""
-        for buffer in self._floats:
-            part, mean = mean[: buffer.numel()], mean[buffer.numel() :]
-            buffer.copy_((part * (workers / contributors)).view(buffer.shape))
-        for buffer in self._integers:
-            pieces = len(_split(buffer)) * buffer.numel()
-            part, mean = mean[:pieces], mean[pieces:]
-            _join(buffer, (part * workers).round().long().view(-1, *buffer.shape))
+        floats = self._floats
+        size = sum(b.numel() for b in floats)
+        _copy(_parted(mean[:size] * (workers / contributors), floats), floats)
+        mean = mean[size:]
+        for dtype, buffers in _by_type(self._integers).items():
+            count, each = _pieces_of(dtype), sum(b.numel() for b in buffers)
+            pieces = (mean[: count * each] * workers).round().long().view(count, each)
+            mean = mean[count * each :]
+            shifts = 16 * torch.arange(count, device=pieces.device)[:, None]
+            # They have no bit in common, so that their sum wraps around as it should; and copying
+            # wraps around too, so that the top bit of a signed type is its sign again.
+            _copy(_parted((pieces << shifts).sum(0), buffers), buffers)
         self.set_from_local()
 
     def after_sync(self, mean: Tensor, workers: int, contributors: int) -> None:
@@ -151,17 +157,14 @@ class Buffers:
 
     def set_from_local(self) -> None:
         """Copy the local buffers into the global model's buffers."""
-        for kept, buffer in zip(self._global, self.all(), strict=True):
-            kept.copy_(buffer)
-
+        _copy(self.all(), self._global)
         self.current = True
 
     def copy_to_local(self) -> None:
         """Copy the global model's buffers into the local ones, unless the policy is local or the
         global model's buffers are old."""
         if self.policy != "local" and self.current:
-            for kept, buffer in zip(self._global, self.all(), strict=True):
-                buffer.copy_(kept)
+            _copy(self._global, self.all())
 
     def recompute(
         self, model: nn.Module, batches: Iterable[Any], forward: Callable[[nn.Module, Any], Any]
@@ -219,14 +222,33 @@ def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _split(buffer: Tensor) -> list[Tensor]:
-    """The 16-bit pieces of an integer or bool tensor, lowest first, flat."""
-    value = buffer.reshape(-1).long()
-    return [(value >> shift) & (_PIECE - 1) for shift in range(0, 8 * buffer.itemsize, 16)]
+def _joined(buffers: list[Tensor], like: Tensor) -> Tensor:
+    """All values as one flat tensor. A model has hundreds of buffers of a few values each, for which
+    a call each would take longer than a training step does."""
+    if not buffers:
+        return like.new_empty(0)
+    alike = {(b.dtype, b.device) for b in buffers} == {(like.dtype, like.device)}
+    return torch.cat([b.reshape(-1) if alike else b.reshape(-1).to(like) for b in buffers])
 
 
-def _join(buffer: Tensor, pieces: Tensor) -> None:
-    value = torch.zeros_like(pieces[0])
-    for i, piece in enumerate(pieces):
-        value |= piece << (16 * i)
-    buffer.copy_(value)  # copy_ wraps around, so the top bit of a signed type is its sign again
+def _parted(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    parts = flat.split([b.numel() for b in like])
+    return [part.view(b.shape) for part, b in zip(parts, like, strict=True)]
+
+
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _by_type(buffers: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """In the order in which the types first appear, which is that of the model."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        found.setdefault(buffer.dtype, []).append(buffer)
+    return found
+
+
+def _pieces_of(dtype: torch.dtype) -> int:
+    """How many 16-bit pieces a value of an integer type has, or of a bool."""
+    return max(1, dtype.itemsize // 2)

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import update_bn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import palsgd
+from palsgd.buffers import Buffers
 from support.problems import batches, mse, net, train, vector
 
 H = 4
@@ -117,6 +119,35 @@ def test_average_is_the_mean_of_floats_and_worker_0s_integers_to_the_bit(
             torch.testing.assert_close(got[name], mean.to(got[name].dtype))
         assert got["mask"].tolist() == [1.0 + worker] * 2  # not persistent: the code's own
         assert got["table"].tolist() == [worker, 7]
+
+
+class Computing(TorchDispatchMode):
+    """Counts the operators that compute something: each is a kernel on a GPU."""
+
+    VIEWS = ("view", "split", "detach", "slice", "_unsafe_view")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__.split(".")[0] not in self.VIEWS
+        return function(*args, **(kwargs or {}))
+
+
+def operators_of(layers):
+    model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers)))
+    found, like = Buffers(model, "average"), torch.empty(0)
+    with torch.no_grad(), Computing() as computing:
+        found.nonfinite()
+        found.decode(found.encode(0, like), workers=1, contributors=1)
+        found.copy_to_local()
+    return computing.count
+
+
+def test_a_sync_of_many_buffers_takes_as_many_operators_as_one_of_few():
+    assert operators_of(50) <= operators_of(2) + 3
+    assert operators_of(50) < 50
 
 
 @pytest.mark.parametrize("policy", ["local", "recompute"])

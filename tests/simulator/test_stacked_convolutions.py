@@ -117,7 +117,7 @@ def test_under_autocast_stacked_convolutions_equal_those_of_one_worker_after_ano
 @pytest.mark.parametrize(
     ("settings", "larger"),
     [
-        (dict(kernel_size=3, padding=1), 2 * 3 * 8 * 8 * 9),  # the patches
+        (dict(kernel_size=3, padding=1), 2 * 8 * 8 * 32),  # the patches, of 27 places and 5 zeros
         (dict(kernel_size=1, stride=2), 2 * 3 * 8 * 8),  # the images
     ],
 )
