@@ -104,6 +104,25 @@ def shards(task: Task) -> list[Call]:
     ]
 
 
+def outer_step(task: Task) -> list[Call]:
+    """p, pull and the outer step, with an outer momentum at which steps overshoot: does the pull do
+    what a smaller outer step does?"""
+    grid = {
+        "sync_every": list(task.intervals.values())[1:],
+        "lr": task.rates[1:3],
+        "outer_lr": (0.1, 0.2, 0.4, 0.7, 1.0),
+    }
+    size = {key: value for key, value in (task.size | task.usual).items() if key not in grid}
+    size |= {"outer_momentum": 0.9}
+    mixed = {"mix_prob": 0.25, "pull": (0.0, 0.25, 0.5, 0.75)}
+    seeds = task.seeds // 2
+    return [
+        Sweep(name="palsgd", recipe=task.recipe, settings=size | grid | mixed, seeds=seeds),
+        Sweep(name="diloco", recipe=task.recipe, settings=size | grid | {"method": ["diloco"]},
+              seeds=seeds),
+    ]  # fmt: skip
+
+
 def vision(tiny: bool) -> list[Call]:
     found = []
     for h in (8, 32) if tiny else (32, 128):
@@ -131,6 +150,9 @@ def parts(tiny: bool) -> list[Part]:
         *stories.parts(),
         *digits.parts(),
         Part("digits-shards", "Does an anchor matter where shards differ?", shards(digits)),
+        Part(
+            "digits-outer", "Does the pull do what a smaller outer step does?", outer_step(digits)
+        ),
         longest.parts()[0],
         Part("vision", "The same question on pictures in colour", vision(tiny)),
     ]

@@ -223,8 +223,8 @@ def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _joined(buffers: list[Tensor], like: Tensor) -> Tensor:
-    """All values as one flat tensor. A model has hundreds of buffers of a few values each, for which
-    a call each would take longer than a training step does."""
+    """All values as one flat tensor. A model has hundreds of buffers of a few values each: a call
+    for each would take longer than a training step does."""
     if not buffers:
         return like.new_empty(0)
     alike = {(b.dtype, b.device) for b in buffers} == {(like.dtype, like.device)}
