@@ -142,6 +142,22 @@ def shards_map(name: str, part: str) -> str:
     return markdown((*head, "AnchorDecay"), cells)
 
 
+def outer_map(name: str, part: str) -> str:
+    """What PALSGD ends above DiLoCo with the same outer step, by H, learning rates and pull."""
+    rows: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        given = row["given"]
+        place = rows.setdefault(tuple(given[key] for key in ("sync_every", "lr", "outer_lr")), {})
+        if row["method"] == "diloco":
+            place["DiLoCo's loss"] = f"{row['loss']['value']:.4f}"
+        else:
+            place[f"PALSGD, pull {given['pull']:g}"] = share(row["over_plain"], 1)
+    columns = ("DiLoCo's loss", *(f"PALSGD, pull {pull}" for pull in ("0", "0.25", "0.5", "0.75")))
+    cells = [(f"{h}", f"{lr:g}", f"{outer:g}", *(own[each] for each in columns))
+             for (h, lr, outer), own in sorted(rows.items())]  # fmt: skip
+    return markdown(("H", "lr", "outer lr", *columns), cells)
+
+
 def released_table(name: str, part: str) -> str:
     """Readings of PALSGD beside DiLoCo."""
     rows = [
@@ -165,17 +181,17 @@ def statistics_table(name: str, part: str) -> str:
     return markdown(("method", "shards", *columns), cells)
 
 
-def accuracy_by_workers(name: str, part: str) -> str:
-    """Accuracy of each method, by K; without the interval where there is one seed."""
+def accuracy_along(field: str, name: str, part: str) -> str:
+    """Accuracy of each method, by K or H; without the interval where there is one seed."""
     rows: dict[int, dict[str, str]] = {}
     for row in experiment(name)["parts"][part]["settings"]:
         value, low, high = (row["metric"][key] for key in ("value", "low", "high"))
         interval = "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
         label = row["label"].split()[0]
-        rows.setdefault(row["given"]["workers"], {})[label] = f"{100 * value:.1f}%{interval}"
+        rows.setdefault(row["given"][field], {})[label] = f"{100 * value:.1f}%{interval}"
     columns = list(dict.fromkeys(label for own in rows.values() for label in own))
     cells = [(str(k), *(own.get(each, "") for each in columns)) for k, own in sorted(rows.items())]
-    return markdown(("workers", *columns), cells)
+    return markdown(("H" if field == "sync_every" else field, *columns), cells)
 
 
 def chaos() -> str:
@@ -215,12 +231,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "room": partial(room_map, PAYS, *INTERVALS),
     "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
     "shards-digits": partial(shards_map, "2026-11-17-digits-shards", "digits-shards"),
+    "outer-digits": partial(outer_map, "2026-11-18-digits-outer", "digits-outer"),
     "released-digits": partial(released_table, "2026-11-17-released-code-digits", "digits"),
     "statistics-small": partial(
         statistics_table, "2026-11-17-batchnorm-digits", "small-statistics"
     ),
     "released-paper": partial(released_table, "2026-11-17-released-code", "paper"),
     "released-gentle": partial(released_table, "2026-11-17-released-code", "gentle"),
-    "small-cnn-workers": partial(accuracy_by_workers, "2026-11-17-small-cnn", "workers"),
+    "small-cnn-workers": partial(accuracy_along, "workers", "2026-11-17-small-cnn", "workers"),
+    "small-cnn-interval": partial(
+        accuracy_along, "sync_every", "2026-11-18-small-cnn-interval", "interval"
+    ),
+    "vgg16-interval": partial(accuracy_along, "sync_every", "2026-11-18-vgg16", "interval"),
     "chaos": chaos,
 }

@@ -36,11 +36,13 @@ class Source:
 _LAST = "36,000 pictures a second, as gradients with channels last have 43,000 (bench/pictures.py)"
 SOURCES = {
     "cifar10-cnn": Source("cnn-64"),
-    "cifar10-vgg16": Source("vgg-16", 1, 0.5, None, _LAST),
+    "cifar10-vgg16": Source("vgg-16", 1, 0.6, 15.0, "30,000 pictures a second, a guess: two "
+                            "processes had 37,000 (lab/records/2026-11-18-vgg16)"),
     "cifar10-resnet18": Source("vgg-16", 1, 0.5, None, _LAST),
     "imagenet-resnet50": Source("resnet-50"),
-    "ResNet50At96": Source("resnet-50", 1, 0.3, 15.0, "12,000 photographs of 96 x 96 a second, "
-                           "a guess by their size"),
+    "ResNet50At96": Source("resnet-50", 1, 0.3, 15.0, "12,000 photographs of 96 x 96 a second, a "
+                           "guess: three processes had 16,000 between syncs, and 4,100 in a "
+                           "warm-up whose buffers took twenty operators each"),
     "tinystories-gptneo-8m": Source("gpt-neo-8m", 300),
     "tinystories-gptneo-125m": Source("gpt-neo-125m", 1024),
     "stories-gptneo-8m": Source("gpt-neo-8m", STORY, 1.25, 25.0, "by the runs of "
@@ -99,13 +101,8 @@ def _stage(runs: list[Settings], together: bool, shares_warmups: bool) -> Estima
         for run in program:
             own = gradient_examples(run) - (warmup_examples(run) if warm <= known else 0)
             examples, seconds = examples + own, seconds + own / _per_s(source_of(run))
-        known |= warm if shares_warmups and _stacked(program[0]) else set()
+        known |= warm if shares_warmups else set()
     return Estimate(len(runs), len(programs), examples, (starts + seconds) / 60)
-
-
-def _stacked(run: Settings) -> bool:
-    """Others compute every warm-up."""
-    return _case(source_of(run).case)["engine"] == "vectorized"
 
 
 def _per_s(source: Source) -> float:

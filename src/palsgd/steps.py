@@ -27,12 +27,20 @@ class Steps:
             self.before_gradient()
         rates = self._inner.step(share)
         self._books.meter.gradient_done()
+        self._count_gradient(rates, share)
+        return rates
+
+    def pass_gradient(self) -> None:
+        """Count a gradient step of the warm-up that an engine has taken elsewhere."""
+        self._count_gradient(self._inner.rates(), 1.0)
+
+    def _count_gradient(self, rates: list[float], share: float) -> None:
+        at = self._course.at
         at.gradient_steps += 1
         at.rates = rates
         at.rate_sums = [total + rate / share for total, rate in zip(at.rate_sums, rates)]  # noqa: B905
         self._books.ledger.gradient_steps += 1
         self._tick()
-        return rates
 
     def skip(self) -> None:
         """Count a step whose gradient is not finite, without taking it."""

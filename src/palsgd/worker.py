@@ -20,6 +20,7 @@ from palsgd.ledger import Ledger
 from palsgd.meetings import Meetings
 from palsgd.meter import Meter
 from palsgd.method import Facts, Method
+from palsgd.payload import payload_size
 from palsgd.pending_sync import Moment, Outcome
 from palsgd.position import FINISH, OPENING, SYNC, WARMUP, PositionCheck
 from palsgd.schedule import Due, Schedule
@@ -200,15 +201,29 @@ class Worker:
             self.steps.gradient(1.0)
         else:
             self.steps.skip()
-        self.ledger.warmup_steps += 1
-        self.ledger.syncs += 1
-        if not self.course.warming_up:
-            warmup.switch(on=False)
+        self._count_warmup_step()
         if self.hears_leavers and not warmup.in_step and self.at.clock % LEAVERS_EVERY == 0:
             yield from warmup.hear_leavers()
         self.leaving = warmup.leaving
         sent = self.ledger.bytes_sent - before
         self.books.tell(Averaged, bytes_sent=sent, skipped=not sound)
+
+    def _count_warmup_step(self) -> None:
+        self.ledger.warmup_steps += 1
+        self.ledger.syncs += 1
+        if not self.course.warming_up:
+            self.warmup.switch(on=False)
+
+    def pass_warmup_step(self) -> None:
+        """Count a step of the warm-up that an engine has taken elsewhere, where `step` would have
+        averaged its gradients."""
+        sizes = payload_size(self).warmup()
+        for sent in sizes:
+            self.books.count_message(sent)
+        self.steps.pass_gradient()
+        self.warmup.compared = True
+        self._count_warmup_step()
+        self.books.tell(Averaged, bytes_sent=sum(sizes), skipped=False)
 
     def _stay_local(self) -> None:
         """Look whether the wrapper of the model has averaged this gradient, and keep a digest of

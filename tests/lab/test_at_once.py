@@ -4,7 +4,6 @@ nothing is left running."""
 import os
 import signal
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -150,14 +149,6 @@ def test_programs_that_are_linked_by_warm_ups_are_one_part_in_their_order():
     assert [part.waiting for part in share.parts()] == [
         ["0,1", "1,2", "3,1", "3,2"], ["2,3", "5,3"], ["4,4"]
     ]  # fmt: skip
-
-
-def test_programs_whose_workers_are_computed_in_turn_are_apart_whatever_their_warm_ups():
-    share = share_of([[1], [1], [2]], workload="cifar10-vgg16")
-    assert [part.waiting for part in share.parts()] == [["0,1"], ["1,1"], ["2,2"]]
-    stacked = [group._replace(vectorize=True) for group in share.groups]
-    linked = replace(share, groups=stacked).parts()
-    assert [part.waiting for part in linked] == [["0,1", "1,1"], ["2,2"]]
 
 
 def test_a_share_is_the_same_when_it_is_read_again(tmp_path):

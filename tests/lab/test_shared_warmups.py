@@ -15,8 +15,11 @@ from palsgd.lab.run_folder import RunFolder, find_runs
 from palsgd.lab.settings import Settings
 from palsgd.lab.warmups import LATER, SharedWarmUps, warmup_of
 from palsgd.simulator import Checkpoints
+from palsgd.simulator.exact import Exact
 from palsgd.simulator.vectorized import Vectorized
+from palsgd.worker import Worker
 from support.commands import lines, summary
+from support.exact_engine import use_exact_engine
 
 WARMUP, STEPS = 18, 50
 METHODS = ["ddp", "localsgd", "palsgd", "slowmo"]
@@ -46,6 +49,13 @@ class Noisy(Digits):
 def noisy(tmp_path):
     (tmp_path / "noisy.py").write_text(WORKLOAD)
     return f"{tmp_path / 'noisy.py'}:Noisy"
+
+
+@pytest.fixture(params=["vectorized", "exact"])
+def engine(request, monkeypatch):
+    if request.param == "exact":
+        use_exact_engine(monkeypatch.setattr)
+    return request.param
 
 
 def compared(workload, out, *, methods=METHODS, together=True, **more):
@@ -95,7 +105,7 @@ def computed_by(folder: Path) -> str | None:
 
 
 def test_runs_that_start_after_a_shared_warm_up_end_bit_for_bit_as_if_they_had_computed_it(
-    noisy, tmp_path, computed_each
+    engine, noisy, tmp_path, computed_each
 ):
     mine = compared(noisy, tmp_path / "shared", together=False)
     theirs = computed_each(noisy, tmp_path / "own", together=False)
@@ -111,7 +121,7 @@ def test_stacked_runs_start_after_the_warm_ups_of_their_seeds(tmp_path, computed
 
 
 def test_a_model_of_a_shared_warm_up_that_stays_the_best_is_kept_for_every_run(
-    tmp_path, computed_each
+    engine, tmp_path, computed_each
 ):
     spoils = dict(methods=["ddp", "diloco"], outer_lr=500.0, lr=0.3)
     mine = compared("digits", tmp_path / "shared", **spoils)
@@ -177,18 +187,40 @@ def test_a_run_without_a_warm_up_shares_none():
     assert SharedWarmUps([first, first]).of(first) is None
 
 
-def test_the_exact_engine_computes_each_warm_up(tmp_path, monkeypatch, computed_each):
-    simulate = run_set.simulate_runs
-    monkeypatch.setattr(
-        run_set, "simulate_runs", lambda runs, **o: simulate(runs, **o | {"vectorize": False})
-    )
-    mine = compared("digits", tmp_path / "shared", methods=["ddp", "palsgd"])
-    assert_same_runs(mine, computed_each("digits", tmp_path / "own", methods=["ddp", "palsgd"]))
-    assert computed_by(mine / "palsgd") is None
+def test_runs_that_are_begun_together_and_train_in_turn_share_a_warm_up(
+    noisy, tmp_path, monkeypatch, computed_each
+):
+    use_exact_engine(monkeypatch.setattr)
+    theirs = computed_each(noisy, tmp_path / "own")
+    step, taken = Worker._warmup_step, []
+
+    def counted(self):
+        taken.append(self.at.clock)
+        return step(self)
+
+    monkeypatch.setattr(Worker, "_warmup_step", counted)
+    mine = compared(noisy, tmp_path / "shared", methods=METHODS[1:])
+    for name in METHODS[1:]:
+        assert list(map(untimed, lines(mine / name))) == list(map(untimed, lines(theirs / name)))
+    assert [computed_by(mine / name) for name in METHODS[1:]] == [None, "localsgd", "localsgd"]
+    assert sorted(taken) == sorted([*range(WARMUP)] * SETTINGS["workers"])
+
+
+def test_no_engine_starts_from_the_warm_up_of_the_other(tmp_path, monkeypatch, computed_each):
+    simulate, engines = run_set.simulate_runs, iter([True, False, True])
+
+    def in_turn(runs, **options):
+        return simulate(runs, **options | {"vectorize": next(engines)})
+
+    theirs = computed_each("digits", tmp_path / "own", methods=METHODS[1:], together=False)
+    monkeypatch.setattr(run_set, "simulate_runs", in_turn)
+    mine = compared("digits", tmp_path / "shared", methods=METHODS[1:], together=False)
+    assert [computed_by(mine / name) for name in METHODS[1:]] == [None, None, "localsgd"]
+    assert untimed(summary(mine / "slowmo")) == untimed(summary(theirs / "slowmo"))
 
 
 def test_a_run_that_started_after_a_shared_warm_up_and_was_stopped_goes_on_bit_for_bit(
-    tmp_path, monkeypatch
+    engine, tmp_path, monkeypatch
 ):
     methods = ["ddp", "palsgd"]
     whole = compared("digits", tmp_path / "whole", methods=methods, together=False)
@@ -208,7 +240,7 @@ def test_a_run_that_started_after_a_shared_warm_up_and_was_stopped_goes_on_bit_f
     assert_same_runs(tmp_path / "out", whole)
 
 
-def test_a_warm_up_that_was_stopped_and_gone_on_with_is_passed_on(tmp_path, monkeypatch):
+def test_a_warm_up_that_was_stopped_and_gone_on_with_is_passed_on(engine, tmp_path, monkeypatch):
     """With the best model of it, which was written before the stop."""
     spoils = dict(methods=["ddp", "diloco"], together=False, outer_lr=500.0, lr=0.3)
     whole = compared("digits", tmp_path / "whole", **spoils)
@@ -242,7 +274,7 @@ def test_the_best_model_is_that_of_the_run_whose_warm_up_was_left(noisy, tmp_pat
 
 
 def test_a_run_that_is_stopped_before_its_first_evaluation_has_the_best_model_of_its_warm_up(
-    tmp_path, monkeypatch
+    engine, tmp_path, monkeypatch
 ):
     spoils = dict(methods=["ddp", "diloco"], together=False, outer_lr=500.0, lr=0.3,
                   checkpoint_every=1, evaluate_every=17)  # fmt: skip
@@ -279,7 +311,7 @@ def test_a_warm_up_that_failed_in_its_last_step_is_not_passed_on(tmp_path, monke
     assert computed_by(tmp_path / "diloco") is None
 
 
-def test_what_a_run_has_sent_in_a_shared_warm_up_is_its_own(tmp_path, computed_each):
+def test_what_a_run_has_sent_in_a_shared_warm_up_is_its_own(engine, tmp_path, computed_each):
     """A header of draws=paced is longer than DDP's."""
     paced = dict(methods=["ddp", "palsgd"], draws="paced", speeds="1:1:0.5")
     mine = compared("digits", tmp_path / "shared", **paced)
@@ -296,5 +328,18 @@ def test_a_warm_up_with_a_skipped_step_is_not_passed_on(tmp_path, monkeypatch):
         counted(self, member)
 
     monkeypatch.setattr(Vectorized, "_keep_warmup", after_a_skip)
+    compared("digits", tmp_path, methods=["ddp", "palsgd"], together=False)
+    assert computed_by(tmp_path / "palsgd") is None
+
+
+def test_nor_is_one_of_workers_that_train_in_turn(tmp_path, monkeypatch):
+    use_exact_engine(monkeypatch.setattr)
+    kept = Exact._keep_warmup
+
+    def after_a_skip(self, worker):
+        worker.opt.ledger.skipped_steps = 1
+        kept(self, worker)
+
+    monkeypatch.setattr(Exact, "_keep_warmup", after_a_skip)
     compared("digits", tmp_path, methods=["ddp", "palsgd"], together=False)
     assert computed_by(tmp_path / "palsgd") is None

@@ -344,7 +344,10 @@ def test_a_study_runs_from_its_plan_to_its_record(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--part", "nothing"], "--part nothing is unknown; vgg16 has interval, tuned, scaling"),
+        (
+            ["--part", "nothing"],
+            "--part nothing is unknown; vgg16 has interval, calm, tuned, scaling",
+        ),
         (["--length", "2"], "--length 2 must be above 0 and at most 1"),
         (["--minutes", "-1"], "--minutes -1 must be a number >= 0"),
     ],

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import torch
 
-from palsgd.lab import workloads
 from palsgd.lab.links.processes import end_group, module_path, tied
 from palsgd.lab.links.signals import signals_wait
 from palsgd.lab.order import Failure, failure_of
@@ -77,23 +76,17 @@ class Share:
 
 def _apart(share: Share) -> list[list[Group]]:
     """The groups, in their order. Those whose runs have a warm-up in common stay together: the
-    first of them computes it for the others. Where workers may be computed one after another, as
-    with CUDA graphs, every run computes its own."""
+    first of them computes it for the others."""
     found: list[tuple[set[int], set[Any]]] = []  # numbers of groups, with what they share
     for number, group in enumerate(share.groups):
         waiting = [share.runs[name] for name in group.names if name in share.waiting]
-        stacked = [each for each in waiting if group.vectorize is True or not _may_take_turns(each)]
-        keys = {warmup_of(each) for each in stacked if each.warmup_steps}
+        keys = {warmup_of(each) for each in waiting if each.warmup_steps}
         joined = [each for each in found if each[1] & keys]
         found = [each for each in found if not each[1] & keys]
         numbers = {number}.union(*(theirs for theirs, _ in joined))
         found.append((numbers, keys.union(*(theirs for _, theirs in joined))))
     found.sort(key=lambda each: min(each[0]))
     return [[share.groups[number] for number in sorted(numbers)] for numbers, _ in found]
-
-
-def _may_take_turns(settings: Settings) -> bool:
-    return workloads.kind(settings.workload).graphs
 
 
 def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None:

@@ -145,6 +145,7 @@ class SimulatedProgram:
     def __init__(self, program: Program, runs: list[SimulatedRun]):
         self._program, self._runs = program, runs
         self._checkpoints = Checkpoints(runs[0].folder.checkpoints)
+        self._is_cold = False  # does it begin with the first step?
         self._save_s: float | None = None  # what the last save took
         self._saved_at = 0.0
 
@@ -163,14 +164,22 @@ class SimulatedProgram:
             )
         names = [run.folder.path.name for run in self._runs]
         for run in self._runs:
-            run.start(self._program.engine, names, warm=self._program.starts_warm)
-        if self._program.starts_warm:
+            run.start(self._program.engine, names)
+        self._is_cold = True
+        self._start_warm()
+
+    def _start_warm(self) -> None:
+        """Go to the end of a warm-up that another run has computed, if one has. Programs that are
+        begun together train one after another, so that one may have since."""
+        if self._is_cold and self._program.starts_warm:
+            self._is_cold = False
             self._program.start_warm()
             for run, history in self._histories():
                 run.start_warm(history)
 
     def train(self, *, quiet: bool, whole: Whole | None = None, until: float | None = None) -> None:
         first, program = self._runs[0], self._program
+        self._start_warm()
         with ProgressBar(
             self._title(), first.steps, start=program.clock, quiet=quiet, whole=whole,
             runs=len(self._runs), work=work_of([run.settings for run in self._runs]),

@@ -30,7 +30,7 @@ from palsgd.lab.warmups import LabWarmUp
 from palsgd.lab.workload import Workload
 from palsgd.progress import ProgressBar
 from palsgd.simulator.result import Result
-from palsgd.simulator.warm_start import WarmUp
+from palsgd.simulator.warm_start import Found
 
 # What runs of one stacked program may differ in; see palsgd.simulate_many.
 FREE = (
@@ -160,9 +160,8 @@ class SimulatedRun:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def start(self, engine: str, program: list[str], *, warm: bool = False) -> None:
-        """Make the folder, and evaluate the model as the simulation builds it. `warm`: training
-        starts after a warm-up that another run has computed."""
+    def start(self, engine: str, program: list[str]) -> None:
+        """Make the folder, and evaluate the model as the simulation builds it."""
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
             model = self.workload.model().to(self.workload.device)
@@ -175,15 +174,15 @@ class SimulatedRun:
                 self.settings, self.workload, self.steps, engine=engine, model=model
             )
             self.folder.start_over()
-            origin = {}
-            if warm and self._warmup is not None:
-                origin = {"warmup_computed_by": self._warmup.shared.computed_by}
-            self.folder.create(config | {"program": program} | origin)
+            self.folder.create(config | {"program": program})
         self._write()
 
     def start_warm(self, history: list[dict[str, Any]]) -> None:
         """Take over the lines and the best model of a warm-up that another run has computed."""
         assert self._warmup is not None
+        if self._writes:
+            origin = {"warmup_computed_by": self._warmup.shared.computed_by}
+            self.folder.create(self.folder.config() | origin)
         self._take(history)
         if self._is_best(self._warmup.shared.best["metric"]):
             self._best = dict(self._warmup.shared.best)
@@ -312,10 +311,10 @@ class RunsWarmUp:
         return self.shared.steps
 
     @property
-    def found(self) -> WarmUp | None:
+    def found(self) -> Found | None:
         return self.shared.found
 
-    def leave(self, found: WarmUp) -> None:
+    def leave(self, found: Found) -> None:
         """With the best model of the same run, as those of others may differ. A run that went on
         from a checkpoint without its best model leaves nothing."""
         best, self._run.warmup_best = self._run.warmup_best, {}

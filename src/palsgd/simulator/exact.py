@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,13 @@ from palsgd.simulator.saved import (
     tensors_of,
 )
 from palsgd.simulator.stacking_checks import fastest_convolutions
+from palsgd.simulator.workers_warm_start import WorkersWarmUp, WorkerWarmUp
 from palsgd.transports.in_memory import SimulatedTransport, average_in_memory
 from palsgd.transports.requests import Finish, Request, Start
 from palsgd.transports.transport import Message, ambient
+
+if TYPE_CHECKING:
+    from palsgd.simulator.warm_start import CommonWarmUp
 
 Randomness = dict[str, Any]  # the state of torch's generators, on a device
 
@@ -117,16 +121,16 @@ class SimulatedWorker:
         self.part: list[Tensor] | None = None  # its part of the global model, at the last exchange
         self.notes: list[Note] = []  # one per exchange
         self.pauses = False  # after the step that it is in?
-        self._worker, self._batches = transport.worker, batches
+        self._worker, self.batches = transport.worker, batches
         self._gradient = (
             Gradient(model, loss) if graphs is None else GraphedGradient(model, loss, graphs)
         )
-        self._rng = rng
+        self.rng = rng
         self._life: Generator[Request | Pause, int, None] | None = None
 
     def advance(self, steps: int, sent: int = 0) -> Request | Pause | None:
         """Run up to the next request and return it; None at the end of training."""
-        with own_randomness(self._rng):
+        with own_randomness(self.rng):
             if self._life is None:
                 self._life = self._train(steps)
                 return next(self._life, None)
@@ -140,7 +144,7 @@ class SimulatedWorker:
         worker.course.end_at(steps)
         yield from torch.no_grad()(worker.prepare)()
         while opt.clock < steps:
-            loss = self._gradient(moved(self._batches.next(), worker.inner.replica.device))
+            loss = self._gradient(moved(self.batches.next(), worker.inner.replica.device))
             self.losses.append(loss.detach().reshape(()))
             yield from opt.simulated_step()
             opt.zero_grad()
@@ -153,25 +157,21 @@ class SimulatedWorker:
         return {
             "model": tensors_of(self.model),
             "optimizer": optimizer_state(self.opt),
-            "rng": {name: self._rng[name] for name in ("cpu", "cuda")},
-            "batches": self._batches.state(),
+            "rng": {name: self.rng[name] for name in ("cpu", "cuda")},
+            "batches": self.batches.state(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
         copy_tensors(saved["model"], tensors_of(self.model))
         load_optimizer(self.opt, saved["optimizer"])
-        self._rng.update(cloned(saved["rng"]))
-        self._batches.load(saved["batches"])
+        self.rng.update(cloned(saved["rng"]))
+        self.batches.load(saved["batches"])
 
 
 class Exact:
     """One run, whose workers take their steps one after another."""
 
     name = "exact"
-    starts_warm = False  # it computes every warm-up
-
-    def start_warm(self) -> None:
-        pass
 
     def __init__(
         self,
@@ -184,12 +184,16 @@ class Exact:
         rngs: list[Randomness],
         recorder: Recorder,
         graphs: bool = False,
+        warmup: "CommonWarmUp | None" = None,
     ):
+        """`warmup`: what the run shares with others."""
         self.recorders = [recorder]
         self.error: Exception | None = None
         self._shown: GlobalModel | None = None
         self._model, self._steps, self._loss, self._method = model, steps, loss, method
         self._batches, self._rngs, self._graphs = batches, rngs, graphs
+        self._warmup, self._warmed_up = warmup, list[WorkerWarmUp]()
+        self._begun = self._passing = False
 
     @cached_property
     def workers(self) -> list[SimulatedWorker]:
@@ -225,8 +229,24 @@ class Exact:
     def clock(self) -> int:
         return self.workers[0].opt.clock
 
+    @property
+    def starts_warm(self) -> bool:
+        """Runs of one program train one after another, so this may become true before it begins."""
+        found = None if self._warmup is None else self._warmup.found
+        return isinstance(found, WorkersWarmUp) and not self._begun
+
+    def start_warm(self) -> None:
+        if self.starts_warm:
+            assert self._warmup is not None
+            assert isinstance(self._warmup.found, WorkersWarmUp)
+            self._begun = self._passing = True
+            self._warmup.found.give(self)
+            self._passing = False
+
     def advance(self) -> bool:
         """Train up to the next pause. Returns whether there was one; False: the run has ended."""
+        self.start_warm()
+        self._begun = True
         try:
             with self.recorders[0].watch.running(), fastest_convolutions():
                 return self.error is None and self._to_pause()
@@ -281,6 +301,7 @@ class Exact:
             yield f"worker-{k}", worker.state()
 
     def load(self, saved: Mapping[str, Any]) -> None:
+        self._begun = True
         recorder, kept = self.recorders[0], saved["run-0"]
         recorder.load(kept["history"])
         recorder.watch.set(kept["seconds"])
@@ -292,7 +313,7 @@ class Exact:
     def _note(self, worker: SimulatedWorker, event: Averaged | Synced) -> None:
         """Keep the note of a worker that has completed an exchange. After the last worker, add the
         exchange to the history."""
-        if isinstance(event, Synced) and not event.completes:
+        if self._passing or (isinstance(event, Synced) and not event.completes):
             return
         recorder, workers = self.recorders[0], self.workers
         worker.pauses = recorder.wants_pause(worker.opt.clock)
@@ -312,6 +333,20 @@ class Exact:
                 ledger=notes[0].ledger,
                 metric=workers[0].metrics.pop(0),
             )
+        self._keep_warmup(worker)
+
+    def _keep_warmup(self, worker: SimulatedWorker) -> None:
+        """Leave a warm-up that ends with this step to the runs that share it, if nobody has. One
+        with a skipped step is not passed on, as how many were skipped is part of what a run has
+        done."""
+        common, opt = self._warmup, worker.opt
+        if common is None or common.found is not None or opt.clock != common.steps:
+            return
+        own = WorkerWarmUp.of(worker, rng_state(opt._worker.inner.replica.device))
+        self._warmed_up.append(own)
+        if worker is self.workers[-1] and not opt.ledger.skipped_steps:
+            common.leave(WorkersWarmUp.of(self, self._warmed_up))
+            self._warmed_up = []
 
     def _evaluate_together(self, worker: SimulatedWorker, shown: GlobalModel) -> None:
         """Evaluate a global model that is a mean over the workers. Each worker keeps its present

@@ -295,6 +295,7 @@ class Simulation:
             rngs=start.rngs,
             recorder=start.recorder,
             graphs=bool(self.compile) and next(start.model.parameters()).is_cuda,
+            warmup=start.warmup,
         )
         return self._program([start], engine)
 

@@ -2,7 +2,8 @@
 
 In the warm-up every method is DDP. Runs of one seed with the same data, learning rates and inner
 optimizer compute the same until it ends, whatever they do after it. One of them computes it, and
-the others start where it ended. The stacked engine does so; the exact one computes each warm-up.
+the others start where it ended. This is the stacked engine's form of it, beside that of workers
+which train one after another (workers_warm_start.py).
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from torch import Tensor
 from palsgd.simulator.exact import Randomness, rng_state
 from palsgd.simulator.run import Run
 from palsgd.simulator.stack import StackedWorkers
+from palsgd.simulator.workers_warm_start import WorkersWarmUp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,9 @@ class WarmUp:
             entry["bytes_sent"] = sent[entry["clock"]]
 
 
+Found = WarmUp | WorkersWarmUp  # an engine starts from its own form alone
+
+
 class CommonWarmUp(Protocol):
     """A warm-up that several runs have in common."""
 
@@ -83,10 +88,10 @@ class CommonWarmUp(Protocol):
     def steps(self) -> int: ...
 
     @property
-    def found(self) -> WarmUp | None:
+    def found(self) -> Found | None:
         """What a run has left; None: nobody has computed it yet."""
 
-    def leave(self, found: WarmUp) -> None:
+    def leave(self, found: Found) -> None:
         """Keep it for the runs that begin later."""
 
 
@@ -95,9 +100,9 @@ class SharedWarmUp:
 
     def __init__(self, steps: int):
         self.steps = steps
-        self.found: WarmUp | None = None
+        self.found: Found | None = None
 
-    def leave(self, found: WarmUp) -> None:
+    def leave(self, found: Found) -> None:
         self.found = found
 
 
@@ -110,5 +115,6 @@ def is_wanted(common: CommonWarmUp, run: Run, clock: int) -> bool:
 
 def known_warmups(shared: Sequence[CommonWarmUp | None]) -> list[WarmUp]:
     """Those of all runs of a program, which start together; none if one of them is not known."""
-    found = [each.found for each in shared if each is not None and each.found is not None]
+    found = [each.found for each in shared
+             if each is not None and isinstance(each.found, WarmUp)]  # fmt: skip
     return found if len(found) == len(shared) else []
