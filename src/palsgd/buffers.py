@@ -14,6 +14,8 @@ from palsgd.replica import unwrapped
 from palsgd.transports.transport import Transport
 
 POLICIES = ("average", "local", "recompute")
+# What torch can copy many of at once; it has no such kernel for uint16 and its like.
+_TOGETHER = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 _PIECE = 1 << 16  # integers are sent as 16-bit pieces, which a float32 mean keeps exact
 
 
@@ -237,8 +239,19 @@ def _parted(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    """All of one type at once: one kernel on a GPU. Types that are mixed would be copied one by one
+    there, and some not at all."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        if target.dtype in _TOGETHER and not (source.is_neg() or target.is_neg()):
+            key = source.dtype, source.device, target.dtype, target.device
+            own = alike.setdefault(key, ([], []))
+            own[0].append(source)
+            own[1].append(target)
+        else:
+            target.copy_(source)
+    for own in alike.values():
+        torch._foreach_copy_(own[1], own[0])
 
 
 def _by_type(buffers: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:

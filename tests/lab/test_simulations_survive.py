@@ -1,6 +1,7 @@
 """Simulated runs that are stopped, killed or refused: what is said of them is true, and they go on
 bit for bit."""
 
+import math
 import os
 import random
 import shlex
@@ -12,7 +13,7 @@ import torch
 import yaml
 
 from palsgd import interrupts
-from palsgd.lab import simulated_program
+from palsgd.lab import simulated_program, simulated_run
 from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.simulated_run import SimulatedRun
 from palsgd.simulator import Checkpoints
@@ -247,6 +248,15 @@ def test_the_best_model_is_written_with_a_state_or_at_the_end_and_not_at_every_e
         assert 1 <= written.count(name) <= 2
         best = RunFolder(tmp_path / "out" / name).best()
         assert best["step"] == summary(tmp_path / "out" / name)["best_step"]
+
+
+def test_a_model_whose_first_metric_is_nan_is_kept_with_its_step(engine, tmp_path, monkeypatch):
+    evaluated = simulated_run.evaluated
+    monkeypatch.setattr(
+        simulated_run, "evaluated", lambda *args: evaluated(*args) | {"metric": math.nan}
+    )
+    assert palsgd(*sweep(tmp_path / "out", steps=8)).code == 0
+    assert RunFolder(tmp_path / "out" / NAMES[0]).best()["step"] == 0
 
 
 def test_there_is_something_to_look_at_while_runs_are_simulated(engine, tmp_path, monkeypatch):

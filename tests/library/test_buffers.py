@@ -145,6 +145,19 @@ def operators_of(layers):
     return computing.count
 
 
+def test_types_that_torch_cannot_copy_many_of_at_once_are_set_too():
+    model = nn.Module()
+    model.register_buffer("few", torch.tensor([65535, 7], dtype=torch.uint16))
+    model.register_buffer("turned", torch.tensor([1 + 2j, 3 - 4j]).conj().imag)
+    found, like = Buffers(model, "average"), torch.empty(0)
+    message = found.encode(0, like)
+    model.few.zero_()
+    model.turned.zero_()
+    found.decode(message, workers=1, contributors=1)
+    assert model.few.tolist() == [65535, 7]
+    assert model.turned.tolist() == [-2.0, 4.0]
+
+
 def test_a_sync_of_many_buffers_takes_as_many_operators_as_one_of_few():
     assert operators_of(50) <= operators_of(2) + 3
     assert operators_of(50) < 50

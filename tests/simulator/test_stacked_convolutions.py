@@ -144,6 +144,20 @@ def test_beyond_their_count_kernels_are_not_compiled(monkeypatch):
     assert stacked_convolutions._fused(sum, on_gpu, 2**31) is sum
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_operators_return_what_they_promise_to_compilers(settings):
+    def check(operator, *given):
+        torch.library.opcheck(operator, given, test_utils=("test_schema", "test_faketensor"))
+
+    conv = nn.Conv2d(3, 4, **settings)
+    weight, x = torch.randn(2, *conv.weight.shape), torch.randn(2, 5, 3, 8, 8)
+    how = list(conv.stride), list(conv.padding)
+    check(stacked_convolutions._convolve, x, weight, *how)
+    out, patches = stacked_convolutions._convolve(x, weight, *how)
+    check(stacked_convolutions._weight_gradient, out, patches, list(weight.shape))
+    check(stacked_convolutions._input_gradient, out, weight, list(x.shape), *how)
+
+
 def test_one_model_is_evaluated_by_torch(monkeypatch):
     net = nn.Sequential(nn.Conv2d(3, 4, 3))
     images = torch.randn(2, 3, 8, 8)

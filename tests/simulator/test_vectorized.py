@@ -109,6 +109,48 @@ def test_in_low_precision_another_gradient_is_still_refused():
         in_low_precision(Half)
 
 
+class Leaking(nn.Module):
+    """Sensitive to its weights, one of which it also reaches by another attribute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        deep = [(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16)) for _ in range(12)]
+        self.net = nn.Sequential(*(each for block in deep for each in block), nn.Linear(16, 5))
+        self.hidden = [self.net[0].weight]
+
+    def forward(self, x):
+        return self.net[1:](self.net[0](x) + 0.2 * (x @ self.hidden[0].t()))
+
+
+class Edge(nn.Module):
+    """Not finite where its weights are moved by rounding to bf16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(16, 5)
+        self.hidden, self.edge = [self.net.weight], nn.Parameter(torch.full((64,), 0.9995))
+
+    def forward(self, x):
+        low = (x.bfloat16() @ self.hidden[0].t().bfloat16()).float()
+        return self.net(x) + 20 * low + 1e-3 * torch.log1p(-self.edge).mean()
+
+
+@pytest.mark.parametrize("model", [Leaking, Edge])
+def test_only_what_rounding_explains_is_taken_for_rounding(model):
+    def data(worker):
+        rng = torch.Generator().manual_seed(worker)
+        while True:
+            yield torch.randn(8, 16, generator=rng), torch.randint(5, (8,), generator=rng)
+
+    with pytest.raises(ValueError, match=r"the stacked gradient of .* is not that of backward"):
+        palsgd.simulate(
+            workers=2, steps=2, model=model, loss=cross_entropy, data=data, vectorize=True,
+            method=lambda m: palsgd.DiLoCo(m, INNER["sgd"](m.parameters()), sync_every=2),
+        )  # fmt: skip
+
+
 def cnn():
     torch.manual_seed(2)
     return nn.Sequential(

@@ -220,7 +220,9 @@ class SimulatedRun:
         as long to write as many steps do."""
         if self._writes and "model" in self._best:
             metric, model = self._best["metric"], self._best.pop("model")
-            step = next(line["step"] for line in self._lines if line.get("metric") == metric)
+            # by str, as a metric that is nan is not equal to itself
+            at = (line["step"] for line in self._lines if str(line.get("metric")) == str(metric))
+            step = next(at)
             self.folder.write_best({"step": step, "metric": metric, "model": model})
 
     def finish(self, result: Result) -> None:

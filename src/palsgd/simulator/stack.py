@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from palsgd.simulator.batches import moved, sent
 from palsgd.simulator.graphed import Gradient, GraphedGradient, Graphs
@@ -39,6 +40,21 @@ log = logging.getLogger("palsgd")
 
 Gradients = tuple[list[Tensor], Tensor]  # one per parameter, and the losses of the workers
 MOST_ROUNDING = 0.3  # of a gradient's norm; what is further away is another gradient
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Precisions(TorchDispatchMode):
+    """Inside, `low` is filled with the low precisions that are computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = call(*args, **(kwargs or {}))
+        given = (x for x in pytree.tree_leaves(found) if isinstance(x, Tensor))
+        self.low |= {x.dtype for x in given if x.dtype in LOW}
+        return found
 
 
 class StackedWorkers:
@@ -174,7 +190,7 @@ class StackedWorkers:
             before = _clones(buffers)
             try:
                 return self._differentiate(self._programs[rows], params, buffers, batch)
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError, AssertionError) as error:
                 log.warning("palsgd.simulate: not compiled, because %s", first_line(error))
             self._programs[rows], self.compiled[rows] = self._plain[rows], False
             copy_tensors(before, buffers)
@@ -303,7 +319,8 @@ class StackedWorkers:
         }
         rounding = self._rounding(batch, pristine, first) if apart else []
         for i, distance in apart.items():
-            if distance > min(3 * rounding[i], MOST_ROUNDING * float(first[i].norm())):
+            most = MOST_ROUNDING * float(first[i].norm())
+            if not (distance <= most and distance <= 3 * rounding[i]):  # which may be nan
                 name = self._names[i]
                 raise ValueError(f"the stacked gradient of {name} is not that of backward()")
         for name, own in self.buffers.items():
@@ -312,16 +329,24 @@ class StackedWorkers:
                 raise ValueError(f"{name} is replaced by the forward pass, not changed in place")
 
     def _rounding(self, batch: Any, pristine: nn.Module, grads: list[Tensor]) -> list[float]:
-        """How far the gradients move when weights move by half a place of bf16: in low precision,
-        rounding decides which of two places a maximum is taken from."""
+        """How far rounding moves the gradients, by moving the weights as far as rounding to the low
+        precision that is computed in does; zeros where none is. Where maxima are taken, rounding
+        decides which of two places has the gradient."""
         nudged = copy.deepcopy(pristine)
+        with Precisions() as seen:
+            self._plain_gradients(batch, nudged)
+        if not seen.low:
+            return [0.0] * len(grads)
         generator = torch.Generator(self.device).manual_seed(0)
+        eps = max(torch.finfo(dtype).eps for dtype in seen.low)
         with torch.no_grad():
-            for p in nudged.parameters():
+            for p in (p for p in nudged.parameters() if p.is_floating_point()):
                 up = torch.empty(p.shape, device=p.device).bernoulli_(generator=generator)
-                p.mul_(1 + 2**-9 * (2 * up - 1).to(p.dtype))
-        moved_grads, _ = self._plain_gradients(batch, nudged)
-        return [float((a - b).norm()) for a, b in zip(grads, moved_grads, strict=True)]
+                # half a place is nothing to a weight that is kept in that precision
+                size = eps if p.dtype in LOW else eps / 4
+                p.mul_((1 + size * (2 * up - 1)).to(p.dtype))
+        found, _ = self._plain_gradients(batch, nudged)
+        return [float((a - b).norm()) for a, b in zip(grads, found, strict=True)]
 
     def _plain_gradients(
         self, batch: Any, pristine: nn.Module

@@ -71,11 +71,13 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
     return x.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
+# torch keeps compiled programs on disk by the names of operators: whoever changes the shape of what
+# one returns must rename it.
 # The operators have compiled parts, so they cannot run while a CUDA graph is recorded.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("palsgd::stacked_conv2d", mutates_args=(), tags=_UNSAFE)
+@torch.library.custom_op("palsgd::patched_conv2d", mutates_args=(), tags=_UNSAFE)
 def _convolve(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int]
 ) -> tuple[Tensor, Tensor]:
@@ -142,11 +144,11 @@ def _windows(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -
     return padded.unfold(3, kernel_height, stride[0]).unfold(4, kernel_width, stride[1])
 
 
-@torch.library.custom_op("palsgd::stacked_conv2d_weight_gradient", mutates_args=())
+@torch.library.custom_op("palsgd::patched_conv2d_weight_gradient", mutates_args=())
 def _weight_gradient(d_out: Tensor, patches: Tensor, shape: list[int]) -> Tensor:
     places = math.prod(shape[2:])
     found = torch.bmm(_columns(d_out), patches.transpose(1, 2))
-    return found[..., :places].reshape(shape)
+    return found[..., :places].reshape(shape).contiguous()
 
 
 @_weight_gradient.register_fake
@@ -154,7 +156,7 @@ def _(d_out: Tensor, patches: Tensor, shape: list[int]) -> Tensor:
     return d_out.new_empty(shape)
 
 
-@torch.library.custom_op("palsgd::stacked_conv2d_input_gradient", mutates_args=(), tags=_UNSAFE)
+@torch.library.custom_op("palsgd::patched_conv2d_input_gradient", mutates_args=(), tags=_UNSAFE)
 def _input_gradient(
     d_out: Tensor, weight: Tensor, shape: list[int], stride: list[int], padding: list[int]
 ) -> Tensor:
