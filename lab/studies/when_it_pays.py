@@ -106,21 +106,26 @@ def shards(task: Task) -> list[Call]:
 
 def outer_step(task: Task) -> list[Call]:
     """p, pull and the outer step, with an outer momentum at which steps overshoot: does the pull do
-    what a smaller outer step does?"""
-    grid = {
-        "sync_every": list(task.intervals.values())[1:],
-        "lr": task.rates[1:3],
-        "outer_lr": (0.1, 0.2, 0.4, 0.7, 1.0),
-    }
-    size = {key: value for key, value in (task.size | task.usual).items() if key not in grid}
-    size |= {"outer_momentum": 0.9}
-    mixed = {"mix_prob": 0.25, "pull": (0.0, 0.25, 0.5, 0.75)}
-    seeds = task.seeds // 2
+    what a smaller outer step does? DiLoCo has the raised learning rate of the gradient steps too,
+    so that skipping is told apart from it."""
+    p, rates = 0.25, task.rates[1:3]
+    size = task.size | task.usual | {"outer_momentum": 0.9}
+
+    def sweep(name: str, rates: tuple[float, ...], **more: Any) -> Call:
+        grid = {
+            "sync_every": list(task.intervals.values())[1:],
+            "lr": rates,
+            "outer_lr": (0.1, 0.2, 0.4, 0.7, 1.0),
+        }
+        own = {key: value for key, value in size.items() if key not in grid}
+        return Sweep(name=name, recipe=task.recipe, settings=own | grid | more,
+                     seeds=task.seeds // 2)  # fmt: skip
+
     return [
-        Sweep(name="palsgd", recipe=task.recipe, settings=size | grid | mixed, seeds=seeds),
-        Sweep(name="diloco", recipe=task.recipe, settings=size | grid | {"method": ["diloco"]},
-              seeds=seeds),
-    ]  # fmt: skip
+        sweep("palsgd", rates, mix_prob=p, pull=(0.0, 0.25, 0.5, 0.75)),
+        sweep("diloco", rates, method=["diloco"]),
+        sweep("raised", tuple(round(lr / (1 - p), 6) for lr in rates), method=["diloco"]),
+    ]
 
 
 def vision(tiny: bool) -> list[Call]:
