@@ -143,16 +143,23 @@ def shards_map(name: str, part: str) -> str:
 
 
 def outer_map(name: str, part: str) -> str:
-    """What PALSGD ends above DiLoCo with the same outer step, by H, learning rates and pull."""
+    """What PALSGD ends above DiLoCo with the same outer step, by H, learning rates and pull; and
+    DiLoCo's loss with the raised learning rate of PALSGD's gradient steps."""
+    found = experiment(name)["parts"][part]["settings"]
+    (p,) = {row["given"]["mix_prob"] for row in found if row["method"] == "palsgd"}
+    rates = {row["given"]["lr"] for row in found if row["method"] == "palsgd"}
+    base = {round(lr / (1 - p), 6): lr for lr in rates}
     rows: dict[tuple[Any, ...], dict[str, str]] = {}
-    for row in experiment(name)["parts"][part]["settings"]:
-        given = row["given"]
-        place = rows.setdefault(tuple(given[key] for key in ("sync_every", "lr", "outer_lr")), {})
-        if row["method"] == "diloco":
-            place["DiLoCo's loss"] = f"{row['loss']['value']:.4f}"
-        else:
+    for row in found:
+        given, loss = row["given"], f"{row['loss']['value']:.4f}"
+        lr = base.get(given["lr"], given["lr"])
+        place = rows.setdefault((given["sync_every"], lr, given["outer_lr"]), {})
+        if row["method"] == "palsgd":
             place[f"PALSGD, pull {given['pull']:g}"] = share(row["over_plain"], 1)
-    columns = ("DiLoCo's loss", *(f"PALSGD, pull {pull}" for pull in ("0", "0.25", "0.5", "0.75")))
+        else:
+            place["DiLoCo's loss" if lr == given["lr"] else "at lr / (1 - p)"] = loss
+    columns = ("DiLoCo's loss", "at lr / (1 - p)",
+               *(f"PALSGD, pull {pull}" for pull in ("0", "0.25", "0.5", "0.75")))  # fmt: skip
     cells = [(f"{h}", f"{lr:g}", f"{outer:g}", *(own[each] for each in columns))
              for (h, lr, outer), own in sorted(rows.items())]  # fmt: skip
     return markdown(("H", "lr", "outer lr", *columns), cells)
