@@ -13,6 +13,7 @@ from palsgd.lab import compare, run_set, sweep
 from palsgd.lab.groups import group
 from palsgd.lab.run_folder import RunFolder, find_runs
 from palsgd.lab.settings import Settings
+from palsgd.lab.simulated_program import SimulatedProgram
 from palsgd.lab.warmups import LATER, SharedWarmUps, warmup_of
 from palsgd.simulator import Checkpoints
 from palsgd.simulator.exact import Exact
@@ -204,6 +205,25 @@ def test_runs_that_are_begun_together_and_train_in_turn_share_a_warm_up(
         assert list(map(untimed, lines(mine / name))) == list(map(untimed, lines(theirs / name)))
     assert [computed_by(mine / name) for name in METHODS[1:]] == [None, "localsgd", "localsgd"]
     assert sorted(taken) == sorted([*range(WARMUP)] * SETTINGS["workers"])
+
+
+def test_workers_that_wait_for_their_turn_take_no_memory_though_their_warm_up_is_known(
+    tmp_path, monkeypatch
+):
+    use_exact_engine(monkeypatch.setattr)
+    begin, seen = SimulatedProgram.begin, []
+
+    def looking(self, *, resume):
+        begin(self, resume=resume)
+        seen.append("workers" in vars(self._program._engine))
+
+    monkeypatch.setattr(SimulatedProgram, "begin", looking)
+    own = {key: value for key, value in SETTINGS.items() if key != "sync_every"}
+    grid = dict(sync_every=[4, 8], mix_prob=[0.25, 0.5])
+    sweep("digits", out=tmp_path, options={"quiet": True}, **own, **grid)
+    assert seen == [False] * 4
+    names = runs_in(tmp_path)
+    assert [computed_by(tmp_path / name) for name in names] == [None, *[names[0]] * 3]
 
 
 def test_no_engine_starts_from_the_warm_up_of_the_other(tmp_path, monkeypatch, computed_each):

@@ -166,11 +166,11 @@ class SimulatedProgram:
         for run in self._runs:
             run.start(self._program.engine, names)
         self._is_cold = True
-        self._start_warm()
 
     def _start_warm(self) -> None:
-        """Go to the end of a warm-up that another run has computed, if one has. Programs that are
-        begun together train one after another, so that one may have since."""
+        """Go to the end of a warm-up that another run has computed, if one has: maybe one that was
+        begun together with this one, as they train one after another. Not before that, as workers
+        take memory from then on."""
         if self._is_cold and self._program.starts_warm:
             self._is_cold = False
             self._program.start_warm()
