@@ -352,7 +352,7 @@ def test_a_warm_up_with_a_skipped_step_is_not_passed_on(tmp_path, monkeypatch):
     assert computed_by(tmp_path / "palsgd") is None
 
 
-def test_nor_is_one_of_workers_that_train_in_turn(tmp_path, monkeypatch):
+def test_a_warm_up_with_a_skipped_step_of_workers_in_turn_is_not_passed_on(tmp_path, monkeypatch):
     use_exact_engine(monkeypatch.setattr)
     kept = Exact._keep_warmup
 

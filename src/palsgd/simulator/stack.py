@@ -310,17 +310,15 @@ class StackedWorkers:
         grads, _ = self.one_gradient(0, batch)
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             return  # with dropout the gradients are random, so they cannot be compared
-        largest = max(float(a.norm()) for a in first)
+        norms = [float(a.norm()) for a in first]
+        distances = [float((a - g[0]).norm()) for a, g in zip(first, grads, strict=True)]
         # A difference far below the largest norm is rounding.
-        apart = {
-            i: float((a - g[0]).norm())
-            for i, (a, g) in enumerate(zip(first, grads, strict=True))
-            if float((a - g[0]).norm()) > 0.05 * float(a.norm()) + 1e-4 * largest
-        }
+        apart = [i for i, distance in enumerate(distances)
+                 if distance > 0.05 * norms[i] + 1e-4 * max(norms)]  # fmt: skip
         rounding = self._rounding(batch, pristine, first) if apart else []
-        for i, distance in apart.items():
-            most = MOST_ROUNDING * float(first[i].norm())
-            if not (distance <= most and distance <= 3 * rounding[i]):  # which may be nan
+        for i in apart:
+            most = min(MOST_ROUNDING * norms[i], 3 * rounding[i])
+            if not distances[i] <= most or math.isnan(rounding[i]):
                 name = self._names[i]
                 raise ValueError(f"the stacked gradient of {name} is not that of backward()")
         for name, own in self.buffers.items():

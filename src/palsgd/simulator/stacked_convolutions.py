@@ -71,12 +71,12 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
     return x.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
-# torch keeps compiled programs on disk by the names of operators: whoever changes the shape of what
-# one returns must rename it.
 # The operators have compiled parts, so they cannot run while a CUDA graph is recorded.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
+# torch keeps compiled programs on disk by the names of their operators. An operator that returns
+# something of another shape than before needs another name.
 @torch.library.custom_op("palsgd::patched_conv2d", mutates_args=(), tags=_UNSAFE)
 def _convolve(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int]

@@ -16,7 +16,7 @@ from torch import Tensor
 from palsgd.simulator.exact import Randomness, rng_state
 from palsgd.simulator.run import Run
 from palsgd.simulator.stack import StackedWorkers
-from palsgd.simulator.workers_warm_start import WorkersWarmUp
+from palsgd.simulator.workers_warm_start import WorkersWarmUp, check_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,7 @@ class WarmUp:
             run.tick(clock)
             run.warmed_up(clock + 1, skipped=False)
             sent[clock + 1] = run.ledgers[0].bytes_sent
-        if (rates := run.worker.inner.rates()) != self.rates:
-            raise ValueError(
-                f"a run has the learning rates {rates} after its warm-up, and that which it shares "
-                f"ends with {self.rates}; give it a SharedWarmUp of its own"
-            )
+        check_rates(run.worker.inner.rates(), self.rates)
         for x, row in zip(stack.params, self.params, strict=True):
             x[number] = row
         for kept, rows in zip(stack.state, self.state, strict=True):

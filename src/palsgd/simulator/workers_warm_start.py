@@ -59,31 +59,37 @@ class WorkersWarmUp:
     def give(self, engine: "Exact") -> None:
         """Let a run that has not begun start here. What it has sent until then is its own: a header
         may be longer than that of the run which computed the warm-up."""
-        sent = [0]
-        for worker, found in zip(engine.workers, self.workers, strict=True):
-            self._give(worker, found, sent if worker is engine.workers[0] else [0])
+        pairs = zip(engine.workers, self.workers, strict=True)
+        sent, *_ = [self._give(worker, found) for worker, found in pairs]
         recorder = engine.recorders[0]
         recorder.load(self.history)
         recorder.watch.set(self.seconds)
         for entry in recorder.history:
             entry["bytes_sent"] = sent[entry["clock"]]
 
-    def _give(self, worker: "SimulatedWorker", found: WorkerWarmUp, sent: list[int]) -> None:
-        own = worker.opt._worker
+    def _give(self, worker: "SimulatedWorker", found: WorkerWarmUp) -> list[int]:
+        """Returns what the worker has sent at every clock so far."""
+        own, sent = worker.opt._worker, [0]
         for _ in range(self.steps):
             own.pass_warmup_step()
             sent.append(own.ledger.bytes_sent)
-        if (rates := own.inner.rates()) != self.rates:
-            raise ValueError(
-                f"a run has the learning rates {rates} after its warm-up, and that which it shares "
-                f"ends with {self.rates}; give it a SharedWarmUp of its own"
-            )
+        check_rates(own.inner.rates(), self.rates)
         copy_tensors({**self.params, **found.buffers}, tensors_of(worker.model))
         for (part, p), state in zip(_trained(worker), self.inner, strict=True):
             if state:
                 part.state[p] = cloned(state)
         worker.batches.load(found.batches)
         worker.rng.update(cloned(found.rng))
+        return sent
+
+
+def check_rates(rates: list[float], wanted: list[float]) -> None:
+    """Refuse a run whose warm-up, by its learning rates, is not the one that it was to share."""
+    if rates != wanted:
+        raise ValueError(
+            f"a run has the learning rates {rates} after its warm-up, and that which it shares "
+            f"ends with {wanted}; give it a SharedWarmUp of its own"
+        )
 
 
 def _trained(worker: "SimulatedWorker") -> list[tuple[Optimizer, Tensor]]:
