@@ -4,22 +4,28 @@ Ctrl-C is one line and exit code 130, no traceback. SIGTERM and SIGHUP are the s
 that awaits them, with exit codes of their own. Python raises KeyboardInterrupt wherever the
 program happens to be. In the first seconds that is inside an import, which turns it into a
 traceback or into an ImportError of a module that is half there. So the process ends at once, unless
-somebody awaits the exception and no import is under way.
+somebody awaits the exception. Then an import that is under way, as there are short ones in the
+middle of a training, has a moment to end first.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 # What ends a process beside Ctrl-C, unless it has a handler.
 ENDING = (signal.SIGTERM, signal.SIGHUP) if sys.platform != "win32" else (signal.SIGTERM,)
 
 _PR_SET_PDEATHSIG = 1  # of the kernel's prctl
+_IMPORT_S = 2.0  # so long may imports that are under way go on after a signal
+_TICK_S = 0.02
 _awaited = False  # would somebody catch KeyboardInterrupt?
+_deadline: float | None = None  # for imports, once a signal waits for them
 
 
 def install() -> None:
@@ -57,8 +63,8 @@ def awaited(*, ending: bool = False) -> Iterator[None]:
     """Inside, Ctrl-C raises KeyboardInterrupt, which the caller catches; a second one ends the
     process at once. With `ending` so do SIGTERM and SIGHUP, as a KeyboardInterrupt that knows its
     exit code, unless the program handles or ignores them."""
-    global _awaited
-    before, _awaited = _awaited, True
+    global _awaited, _deadline
+    before, _awaited, _deadline = _awaited, True, None
     handlers = {number: signal.signal(number, _stop) for number in deadly()} if ending else {}
     try:
         yield
@@ -100,13 +106,37 @@ def _ignored() -> bool:
 def _stop(number: int, frame: FrameType | None) -> None:
     global _awaited
     stopped = KeyboardInterrupt() if number == signal.SIGINT else EndedError(number)
-    if _awaited and not _importing(frame):
+    importing = _importing(frame)
+    if _awaited and importing and _has_time():
+        _send_soon(number)
+        return
+    if _awaited and not importing:
         _awaited = False
         raise stopped
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     os.write(2, b"palsgd: stopped\n")
     os._exit(exit_code(stopped))
+
+
+def _has_time() -> bool:
+    """May the import that is under way go on? The time begins with the first signal."""
+    global _deadline
+    now = time.monotonic()
+    if _deadline is None:
+        _deadline = now + _IMPORT_S
+    return now < _deadline
+
+
+def _send_soon(number: int) -> None:
+    """The same signal again, when the import may have ended. It is sent to the main thread, which
+    it also wakes from a wait."""
+    send = signal.raise_signal
+    if sys.platform != "win32":
+        send = partial(signal.pthread_kill, threading.get_ident())  # handlers run in the main one
+    timer = threading.Timer(_TICK_S, send, args=(number,))
+    timer.daemon = True
+    timer.start()
 
 
 def _importing(frame: FrameType | None) -> bool:

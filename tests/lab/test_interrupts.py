@@ -75,30 +75,63 @@ def test_workers_that_still_import_torch_say_nothing(held, tmp_path, monkeypatch
     assert said[0].startswith("palsgd: stopped; ")
 
 
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """The command line as a module of its own, which runs some lines before each batch."""
+
+    def write(*lines):
+        (tmp_path / "watched.py").write_text(
+            "import pathlib\n"
+            "from palsgd.__main__ import main\n"
+            "from palsgd.lab.workloads.digits import Digits\n"
+            "batch = Digits.joint_batch\n"
+            "def noted(*args, **options):\n"
+            + "".join(f"    {line}\n" for line in lines)
+            + "    return batch(*args, **options)\n"
+            "Digits.joint_batch = noted\n"
+            "main()\n"
+        )
+        return tmp_path / "begun"
+
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    return write
+
+
+def said_in_training(command, begun, number) -> str:
+    """What is said after a signal that comes once `begun` is there."""
+    words = (command, "digits", "steps=100000", "--simulate", "--quiet")
+    with started(*words, "--out", begun.parent / "out", module="watched") as process:
+        wait_for(begun.exists, process=process)
+        (line,) = stopped(process, number)
+    return line
+
+
 @pytest.mark.parametrize(
     ("command", "number"),
     [("train", signal.SIGINT), ("train", signal.SIGTERM), ("compare", signal.SIGTERM)],
 )
-def test_training_that_is_interrupted_says_how_to_go_on(command, number, tmp_path, monkeypatch):
-    begun = tmp_path / "begun"
-    (tmp_path / "watched.py").write_text(
-        "import pathlib\n"
-        "from palsgd.__main__ import main\n"
-        "from palsgd.lab.workloads.digits import Digits\n"
-        "batch = Digits.joint_batch\n"
-        "def noted(*args, **options):\n"
-        "    if options['index'] == 9:  # by then everything is imported\n"
-        f"        pathlib.Path({str(begun)!r}).touch()\n"
-        "    return batch(*args, **options)\n"
-        "Digits.joint_batch = noted\n"
-        "main()\n"
+def test_training_that_is_interrupted_says_how_to_go_on(command, number, tmp_path, watched):
+    begun = watched(f"if options['index'] == 9: pathlib.Path({str(tmp_path / 'begun')!r}).touch()")
+    line = said_in_training(command, begun, number)
+    assert line.startswith("palsgd: stopped; ")
+    assert "--resume" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_import_in_the_middle_of_training_ends_before_the_training_does(
+    number, tmp_path, watched
+):
+    """Else nobody would say how to go on. There is one at a run's first checkpoint."""
+    (tmp_path / "late.py").write_text(
+        "import pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\n"
+        "try:\n"
+        "    time.sleep(0.5)\n"
+        "except BaseException:\n"
+        "    raise ImportError('half there') from None\n"
     )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    monkeypatch.setenv("PYTHONPATH", path)
-    words = (command, "digits", "steps=100000", "--simulate", "--quiet", "--out", tmp_path / "out")
-    with started(*words, module="watched") as process:
-        wait_for(begun.exists, process=process)
-        (line,) = stopped(process, number)
+    line = said_in_training("train", watched("import late"), number)
     assert line.startswith("palsgd: stopped; ")
     assert "--resume" in line
 
