@@ -1,4 +1,5 @@
 import signal
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,11 @@ from support.world import World  # noqa: E402
 
 
 def pytest_configure():
+    # A shell may have started these tests in the background, where Ctrl-C and the end of a terminal
+    # are ignored. They and their processes are as in a terminal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform != "win32":
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         factor()
     except ValueError as error:

@@ -4,6 +4,7 @@ nothing is left running."""
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -97,8 +98,8 @@ def assert_same_files(mine, theirs):
 
 
 def grid(out, *more):
-    """Six programs in three processes: those of equally many workers have a warm-up in common."""
-    return ("sweep", "digits", "workers=2,3,4", "sync_every=4,8", "seed=1,2", "warmup_steps=6",
+    """Four programs: those of equally many workers have a warm-up in common."""
+    return ("sweep", "digits", "workers=2,3", "sync_every=4,8", "seed=1,2", "warmup_steps=6",
             "steps=20", *SHORT, "--simulate", "--out", out, *more)  # fmt: skip
 
 
@@ -114,18 +115,47 @@ def folders(tmp_path_factory):
 
 def test_programs_at_once_leave_the_files_that_one_process_leaves(folders):
     one, two, said = folders
-    assert len(names_in(two)) == 12
+    assert len(names_in(two)) == 8
     assert_same_files(two, one)
     assert set(records(two)) == set(records(one))
     told = [line for line in said.err.splitlines() if "simulated" in line]
-    assert told == [f"{count} of 12 runs are simulated" for count in (4, 8, 12)]
+    assert told == [f"{count} of 8 runs are simulated" for count in (2, 4, 6, 8)]
 
 
-def test_runs_with_a_warm_up_in_common_still_share_it(folders):
+def test_processes_share_a_warm_up_and_leave_none(folders):
     _, out, _ = folders
-    for workers in (2, 3, 4):
+    for workers in (2, 3):
         found = config(out / f"workers={workers},sync_every=8,seed=2")
         assert found["warmup_computed_by"] == f"workers={workers},sync_every=4,seed=2"
+    assert not (out / ".warmups").exists()
+
+
+NOISY = """
+from torch import nn
+from palsgd.lab.settings import Settings
+from palsgd.lab.workloads.digits import Digits
+
+RECIPES = {"Noisy": Settings(workload="digits")}
+
+class Noisy(Digits):
+    name = "Noisy"
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),
+                             nn.Linear(16, 10))
+"""
+
+
+def test_workers_in_turn_go_on_from_the_warm_up_of_another_process_bit_for_bit(tmp_path):
+    """With statistics of each worker's own, random numbers, and an optimizer that counts."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    for count in (1, 2):
+        sweep(f"{tmp_path / 'noisy.py'}:Noisy", out=tmp_path / f"by-{count}", sync_every=[4, 8],
+              workers=3, steps=20, warmup_steps=6, batch_size=4, evaluate_every=4, inner="adamw",
+              lr=0.002, simulate=True,
+              options={"at_once": count, "quiet": True, "vectorize": False})  # fmt: skip
+    assert_same_files(tmp_path / "by-2", tmp_path / "by-1")
+    assert config(tmp_path / "by-2" / "sync_every=8")["warmup_computed_by"] == "sync_every=4"
 
 
 def share_of(warmups, workload="digits"):
@@ -142,20 +172,70 @@ def share_of(warmups, workload="digits"):
     )  # fmt: skip
 
 
-def test_programs_that_are_linked_by_warm_ups_are_one_part_in_their_order():
-    share = share_of([[1], [2], [3], [1, 2], [4], [3]])
-    numbers = [[int(group.names[0][0]) for group in part.groups] for part in share.parts()]
-    assert numbers == [[0, 1, 3], [2, 5], [4]]
-    assert [part.waiting for part in share.parts()] == [
-        ["0,1", "1,2", "3,1", "3,2"], ["2,3", "5,3"], ["4,4"]
-    ]  # fmt: skip
+class FakeProcess:
+    def __init__(self, share, folder):
+        self.share = share
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    """Of these warm-ups, two at a time; its processes do nothing."""
+    monkeypatch.setattr(at_once, "_Process", FakeProcess)
+
+    def made(*warmups):
+        shares = at_once._with_files(share_of(warmups).parts(), tmp_path)
+        return at_once._Pool(shares, 2, tmp_path, quiet=True)
+
+    return made
+
+
+def begun(pool):
+    """The number of the program that may begin now, and begins; None: none may."""
+    share = pool._next()
+    if share is None:
+        return None
+    pool._left.remove(share)
+    pool._running.append(FakeProcess(share, None))
+    return int(share.waiting[0][0])
+
+
+def test_a_program_waits_while_another_computes_its_warm_up_and_those_behind_it_go_first(pool):
+    found = pool([1], [1, 2], [3], [2])
+    assert [begun(found) for _ in range(3)] == [0, 2, None]  # two at a time
+    found._running.pop()
+    assert begun(found) == 3  # 1 still waits for 0
+    found._running.pop()
+    assert begun(found) is None
+    (path,) = found._running[0].share.warmups
+    path.touch()
+    assert begun(found) == 1
+
+
+def test_a_warm_up_that_a_process_has_not_left_is_computed_by_the_next(pool):
+    found = pool([1], [1], [1])
+    assert [begun(found), begun(found)] == [0, None]
+    found._running.clear()
+    assert [begun(found), begun(found)] == [1, None]
+
+
+def test_warm_ups_of_one_process_alone_have_no_file(pool):
+    assert [len(share.warmups) for share in pool([1, 2], [2, 3], [4])._left] == [1, 1, 0]
+
+
+def test_what_a_killed_command_has_left_of_warm_ups_is_gone(tmp_path):
+    (tmp_path / ".warmups").mkdir()
+    (tmp_path / ".warmups" / "old.pt").touch()
+    with at_once._empty(tmp_path / ".warmups") as folder:
+        assert not list(folder.iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_share_is_the_same_when_it_is_read_again(tmp_path):
-    share = share_of([[1], [1, 2]])
+    share = replace(share_of([[1], [1, 2]]), warmups=[tmp_path / "a.pt"])
     share.write(tmp_path / "share.json", ["palsgd", "sweep"])
     found, command = Share.read(tmp_path / "share.json")
     assert (found.runs, found.groups, command) == (share.runs, share.groups, ["palsgd", "sweep"])
+    assert found.warmups == share.warmups
 
 
 def test_runs_that_cannot_be_parted_need_no_other_process(tmp_path):
@@ -289,14 +369,6 @@ def test_what_other_processes_cannot_import_is_refused(own):
     run = SimpleNamespace(**{"workload": "digits", "method": "ddp", **own})
     with pytest.raises(ValueError, match="__main__:Mine is of the program that runs, and other"):
         check_importable([run])
-
-
-def test_programs_that_cannot_be_parted_are_said_to_be_simulated_one_after_another(
-    tmp_path, caplog
-):
-    sweep("digits", out=tmp_path / "out", sync_every=[4, 8], workers=2, steps=16, warmup_steps=4,
-          batch_size=4, simulate=True, options={"at_once": 2, "quiet": True})  # fmt: skip
-    assert "--at-once 2 does nothing here: the programs have a warm-up in common" in caplog.text
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])

@@ -77,7 +77,8 @@ def test_workers_that_still_import_torch_say_nothing(held, tmp_path, monkeypatch
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """The command line as a module of its own, which runs some lines before each batch."""
+    """The command line as a module of its own, which runs some lines before each batch. Before the
+    tenth everything is imported. Returns the file that they make."""
 
     def write(*lines):
         (tmp_path / "watched.py").write_text(
@@ -131,7 +132,8 @@ def test_an_import_in_the_middle_of_training_ends_before_the_training_does(
         "except BaseException:\n"
         "    raise ImportError('half there') from None\n"
     )
-    line = said_in_training("train", watched("import late"), number)
+    begun = watched("if options['index'] == 9: import late")
+    line = said_in_training("train", begun, number)
     assert line.startswith("palsgd: stopped; ")
     assert "--resume" in line
 

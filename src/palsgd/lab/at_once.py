@@ -5,15 +5,18 @@ A program of few workers leaves most of a GPU idle while the host prepares its n
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -23,7 +26,7 @@ from palsgd.lab.order import Failure, failure_of
 from palsgd.lab.run_folder import write_json
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_program import Group, OutOfTimeError
-from palsgd.lab.warmups import warmup_of
+from palsgd.lab.warmups import warmup_name
 
 LOOK_S = 0.05  # between two looks at whether a process has ended
 MEMORY = 0.95  # of a GPU, for all processes; the rest is for what torch does not count
@@ -44,25 +47,32 @@ class Share:
     until: float | None
     processes: int = 1  # so many share the device
     threads: int = 1  # of this one, if there are several
+    warmups: Sequence[Path] = ()  # the files of those that are in common with other processes
 
     def parts(self) -> list["Share"]:
-        """For several processes: as many parts as can be simulated apart."""
-        return [self._of(groups) for groups in _apart(self)]
+        """For several processes: a program each."""
+        return [self._of(group) for group in self.groups]
 
-    def _of(self, groups: Sequence[Group]) -> "Share":
-        names = [name for group in groups for name in group.names]
+    def _of(self, group: Group) -> "Share":
         return replace(
             self,
-            runs={name: self.runs[name] for name in names},
-            waiting=[name for name in self.waiting if name in names],
-            groups=groups,
+            runs={name: self.runs[name] for name in group.names},
+            waiting=[name for name in self.waiting if name in group.names],
+            groups=[group],
         )
+
+    def warmup_names(self) -> set[str]:
+        """Those that its runs compute, unless others have. A run that is resumed may be past it."""
+        names = {name for group in self.groups if not group.resumed for name in group.names}
+        waiting = [self.runs[name] for name in self.waiting if name in names]
+        return {warmup_name(run) for run in waiting if run.warmup_steps}
 
     def write(self, path: Path, command: list[str]) -> None:
         """`command` is the user's, which config.yaml names."""
         runs = {name: settings.as_dict() for name, settings in self.runs.items()}
         groups = [group._asdict() for group in self.groups]
-        own = {"runs": runs, "groups": groups, "out": str(self.out), "command": command}
+        own = {"runs": runs, "groups": groups, "out": str(self.out), "command": command,
+               "warmups": list(map(str, self.warmups))}  # fmt: skip
         write_json(path, vars(self) | own)
 
     @classmethod
@@ -71,29 +81,15 @@ class Share:
         command = found.pop("command")
         runs = {name: Settings.from_dict(each) for name, each in found["runs"].items()}
         groups = [Group(**each) for each in found["groups"]]
-        return cls(**found | {"runs": runs, "groups": groups, "out": Path(found["out"])}), command
-
-
-def _apart(share: Share) -> list[list[Group]]:
-    """The groups, in their order. Those whose runs have a warm-up in common stay together: the
-    first of them computes it for the others."""
-    found: list[tuple[set[int], set[Any]]] = []  # numbers of groups, with what they share
-    for number, group in enumerate(share.groups):
-        waiting = [share.runs[name] for name in group.names if name in share.waiting]
-        keys = {warmup_of(each) for each in waiting if each.warmup_steps}
-        joined = [each for each in found if each[1] & keys]
-        found = [each for each in found if not each[1] & keys]
-        numbers = {number}.union(*(theirs for theirs, _ in joined))
-        found.append((numbers, keys.union(*(theirs for _, theirs in joined))))
-    found.sort(key=lambda each: min(each[0]))
-    return [[share.groups[number] for number in sorted(numbers)] for numbers, _ in found]
+        places = {"out": Path(found["out"]), "warmups": [Path(each) for each in found["warmups"]]}
+        return cls(**found | {"runs": runs, "groups": groups} | places), command
 
 
 def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None:
     """Simulate each share in a process of its own, at most so many at a time. After an error none
     begins any more. Those under way go on to their end, and then it is raised."""
-    with tempfile.TemporaryDirectory() as folder:
-        pool = _Pool(shares, min(most, len(shares)), Path(folder), quiet=quiet)
+    with tempfile.TemporaryDirectory() as folder, _empty(shares[0].out / ".warmups") as warmups:
+        pool = _Pool(_with_files(shares, warmups), most, Path(folder), quiet=quiet)
         try:
             pool.run()
         finally:
@@ -102,10 +98,34 @@ def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None
         raise min(pool.errors, key=lambda error: isinstance(error, OutOfTimeError))
 
 
-class _Pool:
-    """Processes for shares, begun in turn."""
+@contextmanager
+def _empty(folder: Path) -> Iterator[Path]:
+    """A folder that is there inside alone. It is beside the runs, as warm-ups may be as large as
+    their checkpoints. One that a killed command has left is emptied."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
-    def __init__(self, shares: Sequence[Share], size: int, folder: Path, *, quiet: bool):
+
+def _with_files(shares: Sequence[Share], folder: Path) -> list[Share]:
+    """The shares, with files for warm-ups that several of them have in common."""
+    names = Counter(name for share in shares for name in share.warmup_names())
+    return [
+        replace(share, warmups=sorted(folder / f"{name}.pt" for name in share.warmup_names()
+                                      if names[name] > 1))
+        for share in shares
+    ]  # fmt: skip
+
+
+class _Pool:
+    """Processes for shares, begun in turn. One whose warm-up is being computed by another waits for
+    it, and those behind it go first."""
+
+    def __init__(self, shares: Sequence[Share], most: int, folder: Path, *, quiet: bool):
+        size = min(most, len(shares))
         threads = max(1, torch.get_num_threads() // size)
         self._left = [replace(each, quiet=True, processes=size, threads=threads) for each in shares]
         self._size, self._folder, self._quiet = size, folder, quiet
@@ -114,10 +134,11 @@ class _Pool:
         self.errors: list[Exception] = []
 
     def run(self) -> None:
-        while self._running or self._may_begin:
-            while self._may_begin and len(self._running) < self._size:
+        while self._running or (self._left and not self.errors):
+            while (share := self._next()) is not None:
+                self._left.remove(share)
                 with signals_wait():  # none is started that `end` does not know
-                    self._running.append(_Process(self._left.pop(0), self._folder))
+                    self._running.append(_Process(share, self._folder))
             time.sleep(LOOK_S)
             for process in [each for each in self._running if each.has_ended]:
                 self._running.remove(process)
@@ -127,9 +148,13 @@ class _Pool:
         for process in self._running:
             process.end()
 
-    @property
-    def _may_begin(self) -> bool:
-        return bool(self._left) and not self.errors
+    def _next(self) -> Share | None:
+        """The first that may begin now."""
+        if self.errors or len(self._running) >= self._size:
+            return None
+        computed = {path for each in self._running for path in each.share.warmups}
+        awaited = {path for path in computed if not path.exists()}
+        return next((each for each in self._left if awaited.isdisjoint(each.warmups)), None)
 
     def _take(self, process: "_Process") -> None:
         """What a process that has ended leaves."""

@@ -353,14 +353,8 @@ def _simulate(
         runs=runs, waiting=waiting, groups=groups, out=out, data=options.data,
         download=options.download, device=options.device, quiet=options.quiet, until=options.until,
     )  # fmt: skip
-    parts = share.parts() if options.at_once > 1 else []
-    if len(parts) == 1 and len(groups) > 1:
-        log.warning(
-            "palsgd: --at-once %d does nothing here: the programs have a warm-up in common, which "
-            "the first of them computes for all", options.at_once,
-        )  # fmt: skip
-    if len(parts) > 1:
-        simulate_at_once(parts, options.at_once, quiet=options.quiet)
+    if options.at_once > 1 and len(groups) > 1:
+        simulate_at_once(share.parts(), options.at_once, quiet=options.quiet)
     else:
         simulate(share)
 
@@ -373,7 +367,7 @@ def simulate(share: Share) -> None:
     def loaded(workload: str, **own: Any) -> Workload:
         return load(workload, data=share.data, device=device, download=share.download, **own)
 
-    warmups = SharedWarmUps(runs[name] for name in share.waiting)
+    warmups = SharedWarmUps((runs[name] for name in share.waiting), share.warmups)
 
     def simulated(name: str) -> SimulatedRun:
         run = runs[name]

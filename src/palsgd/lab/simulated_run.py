@@ -321,8 +321,7 @@ class RunsWarmUp:
         from a checkpoint without its best model leaves nothing."""
         best, self._run.warmup_best = self._run.warmup_best, {}
         if best:
-            self.shared.leave(found)
-            self.shared.best, self.shared.computed_by = best, self._run.folder.path.name
+            self.shared.leave(found, best, self._run.folder.path.name)
 
 
 def shape_of(settings: Settings) -> tuple[Any, ...]:

@@ -1,12 +1,17 @@
 """Which simulated runs have their warm-up in common, so that it is computed once."""
 
+import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from palsgd.lab.settings import Settings
-from palsgd.simulator.warm_start import SharedWarmUp
+from palsgd.simulator.warm_start import FORMS, Found
 
 # What a warm-up does not depend on: it acts after it, or on nothing that is computed.
 LATER = (
@@ -36,22 +41,44 @@ LATER = (
 )
 
 
-class LabWarmUp(SharedWarmUp):
-    """A warm-up with the run that computed it, and the best model that this run saw in it."""
+class LabWarmUp:
+    """A warm-up with the run that computed it, and the best model that this run saw in it. With a
+    `file` it is shared with other processes: it is there as soon as one of them has left it."""
 
-    def __init__(self, steps: int):
-        super().__init__(steps)
+    def __init__(self, steps: int, file: Path | None = None):
+        self.steps, self._file = steps, file
+        self._found: Found | None = None
         self.computed_by = ""
         self.best: dict[str, Any] = {}
+
+    @property
+    def found(self) -> Found | None:
+        """None: nobody has computed it yet."""
+        if self._found is None and self._file is not None and self._file.exists():
+            # Tensors return to the devices that they were on: Adam's counts stay on the CPU.
+            saved = torch.load(self._file, weights_only=True)
+            self._found = FORMS[saved["form"]].unpacked(saved["found"])
+            self.best, self.computed_by = saved["best"], saved["computed_by"]
+        return self._found
+
+    def leave(self, found: Found, best: dict[str, Any], computed_by: str) -> None:
+        self._found, self.best, self.computed_by = found, best, computed_by
+        if self._file is not None:
+            saved = {"form": type(found).__name__, "found": found.packed(), "best": best,
+                     "computed_by": computed_by}  # fmt: skip
+            part = self._file.with_suffix(f".{os.getpid()}.part")
+            torch.save(saved, part)
+            os.replace(part, self._file)  # so that nobody reads a half
 
 
 class SharedWarmUps:
     """Those of runs that are simulated one after another. A warm-up is kept until the last run that
-    needs it has begun."""
+    needs it has begun. Some are in common with runs of other processes, and have a file."""
 
-    def __init__(self, waiting: Iterable[Settings]):
+    def __init__(self, waiting: Iterable[Settings], files: Iterable[Path] = ()):
         self._left = Counter(warmup_of(settings) for settings in waiting)
         self._shared: dict[tuple[Any, ...], LabWarmUp] = {}
+        self._files = {path.stem: path for path in files}
 
     def of(self, settings: Settings) -> LabWarmUp | None:
         """For the next run: what it starts from, or leaves to those that come after it. None: it
@@ -60,9 +87,15 @@ class SharedWarmUps:
         self._left[key] -= 1
         if not settings.warmup_steps:
             return None
-        if self._left[key] <= 0:
-            return self._shared.pop(key, None)
-        return self._shared.setdefault(key, LabWarmUp(settings.warmup_steps))
+        file = self._files.get(warmup_name(settings))
+        if self._left[key] > 0 or file is not None:
+            self._shared.setdefault(key, LabWarmUp(settings.warmup_steps, file))
+        return self._shared.get(key) if self._left[key] > 0 else self._shared.pop(key, None)
+
+
+def warmup_name(settings: Settings) -> str:
+    """Of the file of its warm-up."""
+    return hashlib.sha256(repr(warmup_of(settings)).encode()).hexdigest()[:16]
 
 
 def warmup_of(settings: Settings) -> tuple[Any, ...]:
