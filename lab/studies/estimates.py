@@ -38,7 +38,7 @@ SOURCES = {
     "cifar10-cnn": Source("cnn-64"),
     "cifar10-vgg16": Source("vgg-16", 1, 0.6, 15.0, "30,000 pictures a second, a guess: two "
                             "processes had 37,000 (lab/records/2026-11-18-vgg16)"),
-    "cifar10-resnet18": Source("vgg-16", 1, 0.5, None, _LAST),
+    "cifar10-resnet18": Source("vgg-16", 1, 0.5, 15.0, _LAST),
     "imagenet-resnet50": Source("resnet-50"),
     "ResNet50At96": Source("resnet-50", 1, 0.3, 15.0, "12,000 photographs of 96 x 96 a second, a "
                            "guess: three processes had 16,000 between syncs, and 4,100 in a "

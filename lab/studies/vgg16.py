@@ -31,12 +31,12 @@ def sweep(tiny: bool, name: str, *methods: str, seeds: int = 1, **more: object) 
 
 def interval(tiny: bool) -> list[Call]:
     """At the middle of the paper's learning rates, which are the same for every H. DDP's seeds say
-    how far apart chance alone puts two runs. The ends of the range come first, Local SGD last."""
+    how far apart chance alone puts two runs. Methods are in one call, so that they start from one
+    warm-up; the ends of the range come first."""
     lengths = [8, 32] if tiny else [1024, 32, 256, 128, 512, 64]
     return [
-        sweep(tiny, "outer", "palsgd", "diloco", sync_every=lengths),
+        sweep(tiny, "H", "palsgd", "diloco", "localsgd", sync_every=lengths),
         sweep(tiny, "ddp", "ddp", seeds=2 if tiny else 3),
-        sweep(tiny, "local", "localsgd", sync_every=lengths),
     ]
 
 
