@@ -8,6 +8,7 @@ somebody awaits the exception. Then an import that is under way, as there are sh
 middle of a training, has a moment to end first.
 """
 
+import _thread
 import os
 import signal
 import sys
@@ -15,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from types import FrameType
 
 # What ends a process beside Ctrl-C, unless it has a handler.
@@ -26,6 +26,7 @@ _IMPORT_S = 2.0  # so long may imports that are under way go on after a signal
 _TICK_S = 0.02
 _awaited = False  # would somebody catch KeyboardInterrupt?
 _deadline: float | None = None  # for imports, once a signal waits for them
+_sent_again = False  # is the next signal one that has waited?
 
 
 def install() -> None:
@@ -106,9 +107,9 @@ def _ignored() -> bool:
 def _stop(number: int, frame: FrameType | None) -> None:
     global _awaited
     stopped = KeyboardInterrupt() if number == signal.SIGINT else EndedError(number)
-    importing = _importing(frame)
-    if _awaited and importing and _has_time():
-        _send_soon(number)
+    importing, waits = _importing(frame), _may_wait()
+    if _awaited and importing and waits:
+        _thread.start_new_thread(_send_soon, (number, threading.get_ident()))
         return
     if _awaited and not importing:
         _awaited = False
@@ -119,24 +120,26 @@ def _stop(number: int, frame: FrameType | None) -> None:
     os._exit(exit_code(stopped))
 
 
-def _has_time() -> bool:
-    """May the import that is under way go on? The time begins with the first signal."""
-    global _deadline
-    now = time.monotonic()
+def _may_wait() -> bool:
+    """May the signal that has come wait for an import? The first one may, for a while, and not a
+    second one beside it."""
+    global _deadline, _sent_again
+    first, again, _sent_again = _deadline is None, _sent_again, False
     if _deadline is None:
-        _deadline = now + _IMPORT_S
-    return now < _deadline
+        _deadline = time.monotonic() + _IMPORT_S
+    return first or (again and time.monotonic() < _deadline)
 
 
-def _send_soon(number: int) -> None:
+def _send_soon(number: int, main: int) -> None:
     """The same signal again, when the import may have ended. It is sent to the main thread, which
     it also wakes from a wait."""
-    send = signal.raise_signal
-    if sys.platform != "win32":
-        send = partial(signal.pthread_kill, threading.get_ident())  # handlers run in the main one
-    timer = threading.Timer(_TICK_S, send, args=(number,))
-    timer.daemon = True
-    timer.start()
+    global _sent_again
+    time.sleep(_TICK_S)
+    _sent_again = True
+    if sys.platform == "win32":
+        signal.raise_signal(number)
+    else:
+        signal.pthread_kill(main, number)
 
 
 def _importing(frame: FrameType | None) -> bool:

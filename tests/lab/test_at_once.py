@@ -15,9 +15,10 @@ from palsgd.lab import at_once, compare, sweep
 from palsgd.lab.at_once import Share
 from palsgd.lab.order import Failure
 from palsgd.lab.run_folder import RunFolder
-from palsgd.lab.run_set import check_importable
+from palsgd.lab.run_set import check_importable, simulate
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_program import Group, OutOfTimeError
+from palsgd.lab.warmups import LabWarmUp, given_up, warmup_name
 from support.commands import (
     alive,
     apart,
@@ -146,16 +147,66 @@ class Noisy(Digits):
 """
 
 
-def test_workers_in_turn_go_on_from_the_warm_up_of_another_process_bit_for_bit(tmp_path):
-    """With statistics of each worker's own, random numbers, and an optimizer that counts."""
+HOT = dict(workers=2, steps=16, warmup_steps=8, batch_size=4, evaluate_every=2, lr=0.3,
+           inner="adamw", schedule="cosine")  # fmt: skip
+
+
+def swept(workload, out, count, vectorize, **more):
+    """By so many processes at once."""
+    options = {"at_once": count, "vectorize": vectorize, "quiet": True, "resume": True}
+    settings = {**HOT, "sync_every": [2, 4], **more}
+    sweep(workload, out=out, simulate=True, options=options, **settings)
+    return out
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_runs_go_on_from_the_warm_up_of_another_process_bit_for_bit(vectorize, tmp_path):
+    """With statistics of each worker's own, random numbers, an optimizer that counts, and the best
+    model in the warm-up."""
     (tmp_path / "noisy.py").write_text(NOISY)
-    for count in (1, 2):
-        sweep(f"{tmp_path / 'noisy.py'}:Noisy", out=tmp_path / f"by-{count}", sync_every=[4, 8],
-              workers=3, steps=20, warmup_steps=6, batch_size=4, evaluate_every=4, inner="adamw",
-              lr=0.002, simulate=True,
-              options={"at_once": count, "quiet": True, "vectorize": False})  # fmt: skip
-    assert_same_files(tmp_path / "by-2", tmp_path / "by-1")
-    assert config(tmp_path / "by-2" / "sync_every=8")["warmup_computed_by"] == "sync_every=4"
+    one, two = (
+        swept(f"{tmp_path / 'noisy.py'}:Noisy", tmp_path / f"by-{count}", count, vectorize)
+        for count in (1, 2)
+    )
+    assert_same_files(two, one)
+    assert config(two / "sync_every=4")["warmup_computed_by"] == "sync_every=2"
+    assert 0 < RunFolder(two / "sync_every=4").best()["step"] <= HOT["warmup_steps"]
+
+
+def test_seeds_of_workers_in_turn_are_programs_of_their_own():
+    """Else others would wait for the whole training of the first seed."""
+    share = replace(share_of([[1, 2]]), groups=[Group(["0,1", "0,2"], False)])
+    assert [part.waiting for part in share.parts()] == [["0,1"], ["0,2"]]
+    assert len(share_of([[1, 2]]).parts()) == 1
+
+
+def test_a_run_that_diverges_in_its_warm_up_leaves_word_that_it_leaves_none(tmp_path, monkeypatch):
+    """Else others would wait for the end of all that is stacked with it."""
+    told, touch = [], LabWarmUp.give_up
+    monkeypatch.setattr(LabWarmUp, "give_up", lambda self: (told.append(self), touch(self)))
+    runs = {str(lr): Settings(workload="digits", workers=2, steps=16, warmup_steps=8, batch_size=4,
+                              evaluate_every=4, sync_every=4, inner="sgd", lr=lr)
+            for lr in (0.01, 1e30)}  # fmt: skip
+    (tmp_path / ".warmups").mkdir()
+    files = [tmp_path / ".warmups" / f"{warmup_name(run)}.pt" for run in runs.values()]
+    share = Share(runs=runs, waiting=list(runs), groups=[Group(list(runs), True)], out=tmp_path,
+                  data=None, download=False, device="cpu", quiet=True, until=None,
+                  warmups=files)  # fmt: skip
+    simulate(share)
+    assert [path.exists() for path in files] == [True, False]
+    assert [given_up(path).exists() for path in files] == [False, True]
+    assert at_once._missing(share) == set()
+
+
+def test_runs_that_are_resumed_in_their_warm_up_still_share_it(tmp_path):
+    """Two that had begun when the command was killed, and have no checkpoint."""
+    out = swept("digits", tmp_path / "out", 1, False, lr=0.002)
+    for name in names_in(out):
+        for file in ("summary.json", "best.safetensors"):
+            (out / name / file).unlink()
+    swept("digits", out, 2, False, lr=0.002)
+    found = [config(out / name).get("warmup_computed_by") for name in names_in(out)]
+    assert found == [None, "sync_every=2"]
 
 
 def share_of(warmups, workload="digits"):
@@ -203,19 +254,17 @@ def test_a_program_waits_while_another_computes_its_warm_up_and_those_behind_it_
     found = pool([1], [1, 2], [3], [2])
     assert [begun(found) for _ in range(3)] == [0, 2, None]  # two at a time
     found._running.pop()
-    assert begun(found) == 3  # 1 still waits for 0
-    found._running.pop()
-    assert begun(found) is None
+    assert begun(found) is None  # 1 waits for 0, and 3 for 1, as in one process
     (path,) = found._running[0].share.warmups
     path.touch()
-    assert begun(found) == 1
+    assert [begun(found), begun(found)] == [1, None]
 
 
 def test_a_warm_up_that_a_process_has_not_left_is_computed_by_the_next(pool):
     found = pool([1], [1], [1])
     assert [begun(found), begun(found)] == [0, None]
-    found._running.clear()
-    assert [begun(found), begun(found)] == [1, None]
+    given_up(found._running[0].share.warmups[0]).touch()
+    assert begun(found) == 1
 
 
 def test_warm_ups_of_one_process_alone_have_no_file(pool):
@@ -223,11 +272,9 @@ def test_warm_ups_of_one_process_alone_have_no_file(pool):
 
 
 def test_what_a_killed_command_has_left_of_warm_ups_is_gone(tmp_path):
-    (tmp_path / ".warmups").mkdir()
-    (tmp_path / ".warmups" / "old.pt").touch()
-    with at_once._empty(tmp_path / ".warmups") as folder:
-        assert not list(folder.iterdir())
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "out" / ".warmups").mkdir(parents=True)
+    swept("digits", tmp_path / "out", 1, True, lr=0.002)
+    assert not (tmp_path / "out" / ".warmups").exists()
 
 
 def test_a_share_is_the_same_when_it_is_read_again(tmp_path):

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -165,3 +166,11 @@ def test_a_sample_is_every_so_many_examples_and_its_parts_are_the_whole(
         for i in range(examples)[own]
     ]
     assert found == list(range(0, examples, every))
+
+
+def test_scores_of_numpy_are_plain_numbers_which_a_checkpoint_may_hold():
+    workload = Digits(device=torch.device("cpu"), data=None)
+    workload.score = lambda totals: (np.float64(0.5), np.float64(0.25))
+    found = evaluation.evaluated(workload, workload.model())
+    assert {type(value) for value in found.values()} == {float}
+    assert (found["loss"], found["metric"]) == (0.5, 0.25)

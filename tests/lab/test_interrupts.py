@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from palsgd import interrupts
 from support.commands import environment, interruptible, started, wait_for
 from support.patience import patient
 
@@ -136,6 +137,17 @@ def test_an_import_in_the_middle_of_training_ends_before_the_training_does(
     line = said_in_training("train", begun, number)
     assert line.startswith("palsgd: stopped; ")
     assert "--resume" in line
+
+
+def test_a_signal_waits_for_an_import_for_a_while_and_a_second_one_does_not(monkeypatch):
+    monkeypatch.setattr(interrupts, "_deadline", None)
+    monkeypatch.setattr(interrupts, "_sent_again", False)
+    assert interrupts._may_wait()
+    interrupts._sent_again = True
+    assert interrupts._may_wait()
+    assert not interrupts._may_wait()  # the user's second
+    interrupts._sent_again, interrupts._deadline = True, 0.0
+    assert not interrupts._may_wait()
 
 
 @pytest.mark.parametrize(("trap", "code"), [("trap '' INT; ", 0), ("", 130)])

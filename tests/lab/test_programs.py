@@ -133,9 +133,10 @@ def test_settings_of_a_version_that_knew_more_are_unknown():
 
 def test_workers_whose_gradients_are_graphs_train_in_turn_unless_told_otherwise():
     def chosen(vectorize, *, graphs=True, device="cuda"):
-        return in_turn(SimpleNamespace(graphs=graphs, device=torch.device(device)), vectorize)
+        return in_turn(SimpleNamespace(graphs=graphs), torch.device(device), vectorize)
 
     assert chosen("auto")
+    assert chosen(False, graphs=False, device="cpu")
     assert not chosen(True)
     assert not chosen("auto", graphs=False)
     assert not chosen("auto", device="cpu"), "graphs are those of a GPU"
@@ -154,7 +155,7 @@ def test_a_program_that_has_ended_is_gone_before_the_next_one_is_made(monkeypatc
 
     monkeypatch.setattr(simulator_program, "check_copies", watched)
     monkeypatch.setattr(simulator_program, "runs_that_fit", lambda model, workers: 1)
-    monkeypatch.setattr(simulated_program, "in_turn", lambda workload, vectorize: True)
+    monkeypatch.setattr(simulated_program, "in_turn", lambda *_: True)
     runs = {f"seed={seed}": BASE.changed({"seed": seed, "sync_every": 12}) for seed in (1, 2, 3)}
     run_all(runs, tmp_path / "runs", Options(simulate=True, quiet=True))
     assert alive == [0, 0, 0]

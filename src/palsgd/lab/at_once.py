@@ -20,15 +20,18 @@ from typing import Self
 
 import torch
 
+from palsgd.lab import workloads
+from palsgd.lab.device import chosen_device
 from palsgd.lab.links.processes import end_group, module_path, tied
 from palsgd.lab.links.signals import signals_wait
 from palsgd.lab.order import Failure, failure_of
-from palsgd.lab.run_folder import write_json
+from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import Settings
-from palsgd.lab.simulated_program import Group, OutOfTimeError
-from palsgd.lab.warmups import warmup_name
+from palsgd.lab.simulated_program import Group, OutOfTimeError, in_turn
+from palsgd.lab.warmups import given_up, warmup_name
 
 LOOK_S = 0.05  # between two looks at whether a process has ended
+WARMUPS = ".warmups"  # the folder of those in common, while processes simulate
 MEMORY = 0.95  # of a GPU, for all processes; the rest is for what torch does not count
 
 
@@ -50,8 +53,15 @@ class Share:
     warmups: Sequence[Path] = ()  # the files of those that are in common with other processes
 
     def parts(self) -> list["Share"]:
-        """For several processes: a program each."""
-        return [self._of(group) for group in self.groups]
+        """For several processes: a program each. Runs whose workers train one after another share
+        none, though they are in a group."""
+        return [self._of(group) for each in self.groups for group in self._programs(each)]
+
+    def _programs(self, group: Group) -> list[Group]:
+        kind = workloads.kind(self.runs[group.names[0]].workload)
+        if group.resumed or not in_turn(kind, chosen_device(self.device), group.vectorize):
+            return [group]
+        return [group._replace(names=[name]) for name in group.names]
 
     def _of(self, group: Group) -> "Share":
         return replace(
@@ -62,10 +72,16 @@ class Share:
         )
 
     def warmup_names(self) -> set[str]:
-        """Those that its runs compute, unless others have. A run that is resumed may be past it."""
-        names = {name for group in self.groups if not group.resumed for name in group.names}
+        """Those that its runs compute, unless others have."""
+        names = [name for group in self.groups for name in group.names if not self._is_past(group)]
         waiting = [self.runs[name] for name in self.waiting if name in names]
         return {warmup_name(run) for run in waiting if run.warmup_steps}
+
+    def _is_past(self, group: Group) -> bool:
+        """Does it go on after its warm-up?"""
+        first = group.names[0]
+        saved = max(RunFolder(self.out / first).saved_steps, default=0) if group.resumed else 0
+        return group.resumed and saved >= self.runs[first].warmup_steps
 
     def write(self, path: Path, command: list[str]) -> None:
         """`command` is the user's, which config.yaml names."""
@@ -88,7 +104,7 @@ class Share:
 def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None:
     """Simulate each share in a process of its own, at most so many at a time. After an error none
     begins any more. Those under way go on to their end, and then it is raised."""
-    with tempfile.TemporaryDirectory() as folder, _empty(shares[0].out / ".warmups") as warmups:
+    with tempfile.TemporaryDirectory() as folder, _made(shares[0].out / WARMUPS) as warmups:
         pool = _Pool(_with_files(shares, warmups), most, Path(folder), quiet=quiet)
         try:
             pool.run()
@@ -99,11 +115,10 @@ def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None
 
 
 @contextmanager
-def _empty(folder: Path) -> Iterator[Path]:
+def _made(folder: Path) -> Iterator[Path]:
     """A folder that is there inside alone. It is beside the runs, as warm-ups may be as large as
-    their checkpoints. One that a killed command has left is emptied."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    their checkpoints."""
+    folder.mkdir(mode=0o700, parents=True)
     try:
         yield folder
     finally:
@@ -152,9 +167,12 @@ class _Pool:
         """The first that may begin now."""
         if self.errors or len(self._running) >= self._size:
             return None
-        computed = {path for each in self._running for path in each.share.warmups}
-        awaited = {path for path in computed if not path.exists()}
-        return next((each for each in self._left if awaited.isdisjoint(each.warmups)), None)
+        awaited = {path for each in self._running for path in _missing(each.share)}
+        for share in self._left:
+            if awaited.isdisjoint(share.warmups):
+                return share
+            awaited |= _missing(share)  # which are this one's to compute, as in one process
+        return None
 
     def _take(self, process: "_Process") -> None:
         """What a process that has ended leaves."""
@@ -166,6 +184,11 @@ class _Pool:
         self._done += len(process.share.waiting)
         if not self._quiet:
             print(f"{self._done} of {self._runs} runs are simulated", file=sys.stderr, flush=True)
+
+
+def _missing(share: Share) -> set[Path]:
+    """The warm-ups that it may still leave."""
+    return {path for path in share.warmups if not (path.exists() or given_up(path).exists())}
 
 
 class _Process:

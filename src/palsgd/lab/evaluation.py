@@ -36,10 +36,10 @@ def evaluated(
     """Loss and metric of a model; its metric on training examples too, where the workload has one.
     `summed` adds up the totals of all parts."""
     loss, metric = workload.score(summed(workload.totals(model, part=part, parts=parts)))
-    found = {"loss": loss, "metric": metric}
+    found = {"loss": float(loss), "metric": float(metric)}
     seen = workload.training_totals(model, part=part, parts=parts)
     if seen is not None:
-        found["train_metric"] = workload.score(summed(seen))[1]
+        found["train_metric"] = float(workload.score(summed(seen))[1])
     return found
 
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import random
+import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from torch import nn
 
 from palsgd import references
 from palsgd.checks import check_choice, check_flag, check_int, check_number, check_path
-from palsgd.lab.at_once import Share, simulate_at_once
+from palsgd.lab.at_once import WARMUPS, Share, simulate_at_once
 from palsgd.lab.collection import write_collection
 from palsgd.lab.device import check_device, chosen_device
 from palsgd.lab.factory import build_optimizer
@@ -353,8 +354,10 @@ def _simulate(
         runs=runs, waiting=waiting, groups=groups, out=out, data=options.data,
         download=options.download, device=options.device, quiet=options.quiet, until=options.until,
     )  # fmt: skip
-    if options.at_once > 1 and len(groups) > 1:
-        simulate_at_once(share.parts(), options.at_once, quiet=options.quiet)
+    shutil.rmtree(out / WARMUPS, ignore_errors=True)  # of a command that was killed
+    parts = share.parts() if options.at_once > 1 else []
+    if len(parts) > 1:
+        simulate_at_once(parts, options.at_once, quiet=options.quiet)
     else:
         simulate(share)
 

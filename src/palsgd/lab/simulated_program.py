@@ -107,10 +107,10 @@ def simulate_runs(
             model=workload.model,
             loss=loss,
             device=workload.device,
-            vectorize=False if in_turn(workload, vectorize) else vectorize,
+            vectorize=False if in_turn(workload, workload.device, vectorize) else vectorize,
             at_once=len(runs) if resume else None,
             progress=False,
-            compile=_replayed(workload) or None,
+            compile=_replayed(workload, workload.device) or None,
         ):
             made = [
                 SimulatedProgram(each, [runs[number] for number in each.runs]) for each in together
@@ -124,16 +124,19 @@ def simulate_runs(
                 made.pop(0).train(quiet=quiet, whole=whole, until=until)
 
 
-def _replayed(workload: Workload) -> bool:
+def _replayed(workload: Workload | type[Workload], device: torch.device) -> bool:
     """Are gradients of one worker CUDA graphs?"""
-    return workload.graphs and workload.device.type == "cuda"
+    return workload.graphs and device.type == "cuda"
 
 
-def in_turn(workload: Workload, vectorize: bool | str) -> bool:
-    """Do workers train one after another unless the command says otherwise? Graphs leave a GPU
-    nothing to wait for, so that a stack has nothing to gain (VGG-16: it takes four times as long),
-    and to try it takes up to a minute of every process."""
-    return vectorize == "auto" and _replayed(workload)
+def in_turn(
+    workload: Workload | type[Workload], device: torch.device, vectorize: bool | str
+) -> bool:
+    """Do workers train one after another? They do where the command says so, and where gradients
+    are graphs unless it says otherwise: those leave a GPU nothing to wait for, so that a stack has
+    nothing to gain (VGG-16: it takes four times as long), and to try it takes up to a minute of
+    every process."""
+    return vectorize is False or (vectorize == "auto" and _replayed(workload, device))
 
 
 QUICK_S = 1.0  # a save that takes less is made at every pause
@@ -188,6 +191,7 @@ class SimulatedProgram:
             while program.advance():
                 for run, history in self._histories():
                     run.pause(history)
+                    run.pass_warmup(program.clock)
                 self._kept(until)
         for run, result in zip(self._runs, program.results(), strict=True):
             run.finish(result)

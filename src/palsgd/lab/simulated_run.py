@@ -214,6 +214,12 @@ class SimulatedRun:
         self._take(history)
         self._write()
 
+    def pass_warmup(self, clock: int) -> None:
+        """Say, from its end on, that this run has left none to others if that is so: it has
+        diverged, has skipped a step, or was resumed."""
+        if self._warmup is not None and clock >= self._warmup.steps and not self._warmup.found:
+            self._warmup.shared.give_up()
+
     def keep_best(self) -> None:
         """Write the best model so far, if it is not written. It goes with a state that is saved and
         with the end of training: without either, nobody goes on from it, and a large model takes

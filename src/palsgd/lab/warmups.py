@@ -55,8 +55,9 @@ class LabWarmUp:
     def found(self) -> Found | None:
         """None: nobody has computed it yet."""
         if self._found is None and self._file is not None and self._file.exists():
+            # It was written by this very command, and what a run holds in memory may be anything.
             # Tensors return to the devices that they were on: Adam's counts stay on the CPU.
-            saved = torch.load(self._file, weights_only=True)
+            saved = torch.load(self._file, weights_only=False)
             self._found = FORMS[saved["form"]].unpacked(saved["found"])
             self.best, self.computed_by = saved["best"], saved["computed_by"]
         return self._found
@@ -69,6 +70,16 @@ class LabWarmUp:
             part = self._file.with_suffix(f".{os.getpid()}.part")
             torch.save(saved, part)
             os.replace(part, self._file)  # so that nobody reads a half
+
+    def give_up(self) -> None:
+        """The run that was to leave it is past it, and has left nothing."""
+        if self._file is not None:
+            given_up(self._file).touch()
+
+
+def given_up(file: Path) -> Path:
+    """What is there in place of a warm-up that nobody will leave."""
+    return file.with_suffix(".none")
 
 
 class SharedWarmUps:
