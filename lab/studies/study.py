@@ -198,7 +198,7 @@ def parser(study: Study) -> argparse.ArgumentParser:
     add("--record", type=Path, help="write what is there so far into this folder")
     add("--without-runs", action="store_true", help="a record of runs that are easily made again")
     add("--quiet", action="store_true", help="no progress bars")
-    add("--at-once", type=int, default=1, help="programs of a call, each in a process of its own")
+    add("--at-once", type=int, default=1, help="programs of a call, in as many processes")
     return found
 
 

@@ -173,6 +173,27 @@ def test_runs_go_on_from_the_warm_up_of_another_process_bit_for_bit(vectorize, t
     assert 0 < RunFolder(two / "sync_every=4").best()["step"] <= HOT["warmup_steps"]
 
 
+def test_a_process_simulates_one_program_after_another_and_loads_data_once(tmp_path):
+    (tmp_path / "noted.py").write_text(
+        "import os, pathlib\n"
+        "from palsgd.lab.settings import Settings\n"
+        "from palsgd.lab.workloads.digits import Digits\n"
+        "RECIPES = {'Noted': Settings(workload='digits')}\n"
+        "class Noted(Digits):\n"
+        "    name = 'Noted'\n"
+        "    def __init__(self, *args, **options):\n"
+        "        super().__init__(*args, **options)\n"
+        f"        with open({str(tmp_path / 'loads')!r}, 'a') as file:\n"
+        "            print(os.getpid(), file=file)\n"
+    )
+    swept(f"{tmp_path / 'noted.py'}:Noted", tmp_path / "out", 2, True, sync_every=[2, 4, 8, 16],
+          warmup_steps=0, lr=0.002)  # fmt: skip
+    loads = [int(each) for each in (tmp_path / "loads").read_text().split()]
+    theirs = [each for each in loads if each != os.getpid()]
+    assert len(names_in(tmp_path / "out")) == 4
+    assert len(theirs) == len(set(theirs)) == 2
+
+
 def test_seeds_of_workers_in_turn_are_programs_of_their_own():
     """Else others would wait for the whole training of the first seed."""
     share = replace(share_of([[1, 2]]), groups=[Group(["0,1", "0,2"], False)])
@@ -224,18 +245,18 @@ def share_of(warmups, workload="digits"):
 
 
 class FakeProcess:
-    def __init__(self, share, folder):
-        self.share = share
+    share = None
 
 
 @pytest.fixture
-def pool(tmp_path, monkeypatch):
+def pool(tmp_path):
     """Of these warm-ups, two at a time; its processes do nothing."""
-    monkeypatch.setattr(at_once, "_Process", FakeProcess)
 
     def made(*warmups):
         shares = at_once._with_files(share_of(warmups).parts(), tmp_path)
-        return at_once._Pool(shares, 2, tmp_path, quiet=True)
+        found = at_once._Pool(shares, 2, tmp_path, quiet=True)
+        found._processes = [FakeProcess(), FakeProcess()]
+        return found
 
     return made
 
@@ -246,16 +267,16 @@ def begun(pool):
     if share is None:
         return None
     pool._left.remove(share)
-    pool._running.append(FakeProcess(share, None))
+    next(each for each in pool._processes if each.share is None).share = share
     return int(share.waiting[0][0])
 
 
 def test_a_program_waits_while_another_computes_its_warm_up_and_those_behind_it_go_first(pool):
     found = pool([1], [1, 2], [3], [2])
     assert [begun(found) for _ in range(3)] == [0, 2, None]  # two at a time
-    found._running.pop()
+    found._busy[1].share = None
     assert begun(found) is None  # 1 waits for 0, and 3 for 1, as in one process
-    (path,) = found._running[0].share.warmups
+    (path,) = found._busy[0].share.warmups
     path.touch()
     assert [begun(found), begun(found)] == [1, None]
 
@@ -263,7 +284,7 @@ def test_a_program_waits_while_another_computes_its_warm_up_and_those_behind_it_
 def test_a_warm_up_that_a_process_has_not_left_is_computed_by_the_next(pool):
     found = pool([1], [1], [1])
     assert [begun(found), begun(found)] == [0, None]
-    given_up(found._running[0].share.warmups[0]).touch()
+    given_up(found._busy[0].share.warmups[0]).touch()
     assert begun(found) == 1
 
 

@@ -1,4 +1,4 @@
-"""Simulated programs at once, each in a process of its own, on one device.
+"""Simulated programs at once, in several processes, on one device.
 
 A program of few workers leaves most of a GPU idle while the host prepares its next step.
 """
@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import torch
 
@@ -30,14 +30,15 @@ from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_program import Group, OutOfTimeError, in_turn
 from palsgd.lab.warmups import given_up, warmup_name
 
-LOOK_S = 0.05  # between two looks at whether a process has ended
+LOOK_S = 0.05  # between two looks at what a process has done
+END_S = 10.0  # that a process which is free may take to end
 WARMUPS = ".warmups"  # the folder of those in common, while processes simulate
 MEMORY = 0.95  # of a GPU, for all processes; the rest is for what torch does not count
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one process simulates, program after program."""
+    """What is simulated by one process, program after program."""
 
     runs: Mapping[str, Settings]  # finished ones too, if others shared a program with them
     waiting: Sequence[str]  # those that are not finished
@@ -102,8 +103,8 @@ class Share:
 
 
 def simulate_at_once(shares: Sequence[Share], most: int, *, quiet: bool) -> None:
-    """Simulate each share in a process of its own, at most so many at a time. After an error none
-    begins any more. Those under way go on to their end, and then it is raised."""
+    """Simulate the shares by so many processes. After an error none begins any more. Those under
+    way go on to their end, and then it is raised."""
     with tempfile.TemporaryDirectory() as folder, _made(shares[0].out / WARMUPS) as warmups:
         pool = _Pool(_with_files(shares, warmups), most, Path(folder), quiet=quiet)
         try:
@@ -136,54 +137,63 @@ def _with_files(shares: Sequence[Share], folder: Path) -> list[Share]:
 
 
 class _Pool:
-    """Processes for shares, begun in turn. One whose warm-up is being computed by another waits for
-    it, and those behind it go first."""
+    """Processes for shares, which begin in turn. One whose warm-up is being computed by another
+    waits for it, and those behind it go first. A process that has done its share takes the next: to
+    start, to load data and to compile take seconds."""
 
     def __init__(self, shares: Sequence[Share], most: int, folder: Path, *, quiet: bool):
         size = min(most, len(shares))
         threads = max(1, torch.get_num_threads() // size)
         self._left = [replace(each, quiet=True, processes=size, threads=threads) for each in shares]
         self._size, self._folder, self._quiet = size, folder, quiet
-        self._running: list[_Process] = []
+        self._processes: list[_Process] = []
         self._runs, self._done = sum(len(each.waiting) for each in shares), 0
         self.errors: list[Exception] = []
 
     def run(self) -> None:
-        while self._running or (self._left and not self.errors):
+        for _ in range(self._size):  # also those that have to wait, as to start takes seconds
+            with signals_wait():  # none is started that `end` does not know
+                self._processes.append(_Process(self._folder))
+        while self._busy or (self._left and not self.errors):
             while (share := self._next()) is not None:
                 self._left.remove(share)
-                with signals_wait():  # none is started that `end` does not know
-                    self._running.append(_Process(share, self._folder))
+                next(each for each in self._processes if each.share is None).begin(share)
             time.sleep(LOOK_S)
-            for process in [each for each in self._running if each.has_ended]:
-                self._running.remove(process)
-                self._take(process)
+            for process in self._busy:
+                self._look_at(process)
+        for process in self._processes:
+            process.dismiss()
 
     def end(self) -> None:
-        for process in self._running:
+        for process in self._processes:
             process.end()
+
+    @property
+    def _busy(self) -> list["_Process"]:
+        return [each for each in self._processes if each.share is not None]
 
     def _next(self) -> Share | None:
         """The first that may begin now."""
-        if self.errors or len(self._running) >= self._size:
+        shares = [each.share for each in self._processes if each.share is not None]
+        if self.errors or len(shares) == len(self._processes):
             return None
-        awaited = {path for each in self._running for path in _missing(each.share)}
+        awaited = {path for share in shares for path in _missing(share)}
         for share in self._left:
             if awaited.isdisjoint(share.warmups):
                 return share
             awaited |= _missing(share)  # which are this one's to compute, as in one process
         return None
 
-    def _take(self, process: "_Process") -> None:
-        """What a process that has ended leaves."""
-        process.end()
-        error = process.error()
-        if error is not None:
-            self.errors.append(error)
-            return
-        self._done += len(process.share.waiting)
-        if not self._quiet:
-            print(f"{self._done} of {self._runs} runs are simulated", file=sys.stderr, flush=True)
+    def _look_at(self, process: "_Process") -> None:
+        """Has it done its share, or ended?"""
+        if (share := process.done()) is not None:
+            self._done += len(share.waiting)
+            if not self._quiet:
+                print(f"{self._done} of {self._runs} runs are simulated", file=sys.stderr)
+        elif process.has_ended:
+            self._processes.remove(process)
+            process.end()
+            self.errors.append(process.error())
 
 
 def _missing(share: Share) -> set[Path]:
@@ -192,41 +202,65 @@ def _missing(share: Share) -> set[Path]:
 
 
 class _Process:
-    """A process that simulates a share. It is in a session of its own, so that Ctrl-C is left to
-    this process, which ends it; and the kernel ends it if this one is killed."""
+    """A process that simulates shares, one after another. It is in a session of its own, so that
+    Ctrl-C is left to this process, which ends it; and the kernel ends it if this one is killed."""
 
-    def __init__(self, share: Share, folder: Path):
-        self.share = share
+    def __init__(self, folder: Path):
+        self.share: Share | None = None
         self._folder = Path(tempfile.mkdtemp(dir=folder))
-        path = self._folder / "share.json"
-        share.write(path, sys.argv)
+        self._file = self._folder / "share.json"  # which it deletes when the share is done
         self._process = subprocess.Popen(
-            tied([sys.executable, "-m", "palsgd.lab.at_once_main", str(path)]),
+            tied([sys.executable, "-m", "palsgd.lab.at_once_main", str(self._file)]),
             env=os.environ | {"PYTHONPATH": module_path()},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             start_new_session=True,
         )
+
+    def begin(self, share: Share) -> None:
+        self.share = share
+        share.write(self._file, sys.argv)
+        with suppress(BrokenPipeError):  # it has ended, which is seen at the next look
+            self._input.write(b"\n")
+            self._input.flush()
+
+    def done(self) -> Share | None:
+        """The share, if it is done. Then the process is free."""
+        if self._file.exists():
+            return None
+        share, self.share = self.share, None
+        return share
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
+    def dismiss(self) -> None:
+        """Let a process that is free end by itself: one that is killed on a GPU which several share
+        may take others with it."""
+        with suppress(BrokenPipeError):
+            self._input.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_S)
+
     def end(self) -> None:
         """With all processes that it has started."""
         end_group(self._process)
 
-    def error(self) -> Exception | None:
-        """Of a process that has ended, as this one raises it."""
+    def error(self) -> Exception:
+        """Of a process that has ended before its share was done, as this one raises it."""
         found = failure_of(self._folder, 0)
         if found is not None:
             return _raised_here(found[1])
         code = self._process.returncode
-        if code == 0:
-            return None
         how = f"{signal.Signals(-code).name} ended it" if code < 0 else f"exit code {code}"
         return RuntimeError(
             f"a process of the simulation died ({how}); the same command with --resume goes on"
         )
+
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
 
 
 def _raised_here(failure: Failure) -> Exception:

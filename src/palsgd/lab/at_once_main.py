@@ -1,8 +1,9 @@
 """What each of several simulating processes does: `python -m palsgd.lab.at_once_main SHARE`.
 
-SHARE is a file with the runs.
+SHARE is a file with runs. It is there when a line comes in, and is deleted when they are simulated.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,15 @@ if TYPE_CHECKING:
 def _work(path: Path) -> None:
     from palsgd.lab.at_once import Share
     from palsgd.lab.run_set import simulate
+    from palsgd.lab.workloads import load
 
-    share, sys.argv = Share.read(path)
-    _take_no_more_than_a_share(share)
-    simulate(share)
+    loaded = functools.cache(load)
+    for number, _ in enumerate(sys.stdin):
+        share, sys.argv = Share.read(path)
+        if number == 0:
+            _take_no_more_than_a_share(share)
+        simulate(share, loaded)
+        path.unlink()
 
 
 def _take_no_more_than_a_share(share: "Share") -> None:

@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +67,7 @@ class Options:
     quiet: bool = False
     vectorize: bool | str = "auto"
     share_program: bool = True  # simulated runs of equal shape; their seconds are then joint
-    at_once: int = 1  # simulated programs, each in a process of its own
+    at_once: int = 1  # simulated programs, in as many processes
     restarts: int = 0  # of all workers, if one of them fails
     timeout_s: float = TIMEOUT_S  # of an exchange between workers
     go_on: bool = False  # without workers that die, which `restarts` starts again alone
@@ -362,19 +362,16 @@ def _simulate(
         simulate(share)
 
 
-def simulate(share: Share) -> None:
-    """Train the programs of a share one after another, in this process."""
-    device, runs = chosen_device(share.device), share.runs
-
-    @functools.cache  # runs with the same data share it
-    def loaded(workload: str, **own: Any) -> Workload:
-        return load(workload, data=share.data, device=device, download=share.download, **own)
-
+def simulate(share: Share, loaded: Callable[..., Workload] | None = None) -> None:
+    """Train the programs of a share one after another, in this process. `loaded` loads data, and
+    keeps them for runs that have the same."""
+    runs, loaded = share.runs, loaded or functools.cache(load)
+    origin = {"data": share.data, "device": chosen_device(share.device), "download": share.download}
     warmups = SharedWarmUps((runs[name] for name in share.waiting), share.warmups)
 
     def simulated(name: str) -> SimulatedRun:
         run = runs[name]
-        data = loaded(run.workload, **data_settings(run))
+        data = loaded(run.workload, **origin, **data_settings(run))
         warmup = warmups.of(run) if name in share.waiting else None
         return SimulatedRun(run, data, RunFolder(share.out / name), warmup)
 

@@ -94,7 +94,7 @@ AtOnce = Annotated[
     int,
     typer.Option(
         min=1,
-        help="With --simulate: simulate this many programs at once, each in a process of its own. "
+        help="With --simulate: simulate this many programs at once, in as many processes. "
         "Several fill a GPU that one leaves idle.",
     ),
 ]
