@@ -18,7 +18,7 @@ from palsgd.lab.run_folder import RunFolder
 from palsgd.lab.run_set import check_importable, simulate
 from palsgd.lab.settings import Settings
 from palsgd.lab.simulated_program import Group, OutOfTimeError
-from palsgd.lab.warmups import LabWarmUp, given_up, warmup_name
+from palsgd.lab.warmups import given_up, warmup_name
 from support.commands import (
     alive,
     apart,
@@ -119,6 +119,9 @@ def test_programs_at_once_leave_the_files_that_one_process_leaves(folders):
     assert len(names_in(two)) == 8
     assert_same_files(two, one)
     assert set(records(two)) == set(records(one))
+    commands = [yaml.safe_load((two / name / "config.yaml").read_text())["command"]
+                for name in names_in(two)]  # fmt: skip
+    assert all("--at-once 2" in command for command in commands)
     told = [line for line in said.err.splitlines() if "simulated" in line]
     assert told == [f"{count} of 8 runs are simulated" for count in (2, 4, 6, 8)]
 
@@ -183,6 +186,7 @@ def test_a_process_simulates_one_program_after_another_and_loads_data_once(tmp_p
         "    name = 'Noted'\n"
         "    def __init__(self, *args, **options):\n"
         "        super().__init__(*args, **options)\n"
+        "        assert os.read(0, 1) == b''\n"  # it waits for nobody's answer
         f"        with open({str(tmp_path / 'loads')!r}, 'a') as file:\n"
         "            print(os.getpid(), file=file)\n"
     )
@@ -201,10 +205,8 @@ def test_seeds_of_workers_in_turn_are_programs_of_their_own():
     assert len(share_of([[1, 2]]).parts()) == 1
 
 
-def test_a_run_that_diverges_in_its_warm_up_leaves_word_that_it_leaves_none(tmp_path, monkeypatch):
+def test_a_run_that_diverges_in_its_warm_up_leaves_word_that_it_leaves_none(tmp_path):
     """Else others would wait for the end of all that is stacked with it."""
-    told, touch = [], LabWarmUp.give_up
-    monkeypatch.setattr(LabWarmUp, "give_up", lambda self: (told.append(self), touch(self)))
     runs = {str(lr): Settings(workload="digits", workers=2, steps=16, warmup_steps=8, batch_size=4,
                               evaluate_every=4, sync_every=4, inner="sgd", lr=lr)
             for lr in (0.01, 1e30)}  # fmt: skip
@@ -216,7 +218,6 @@ def test_a_run_that_diverges_in_its_warm_up_leaves_word_that_it_leaves_none(tmp_
     simulate(share)
     assert [path.exists() for path in files] == [True, False]
     assert [given_up(path).exists() for path in files] == [False, True]
-    assert at_once._missing(share) == set()
 
 
 def test_runs_that_are_resumed_in_their_warm_up_still_share_it(tmp_path):
@@ -244,8 +245,9 @@ def share_of(warmups, workload="digits"):
     )  # fmt: skip
 
 
-class FakeProcess:
-    share = None
+class FakeProcess(at_once._Process):
+    def __init__(self):
+        self.share, self._past = None, set()
 
 
 @pytest.fixture
@@ -284,8 +286,49 @@ def test_a_program_waits_while_another_computes_its_warm_up_and_those_behind_it_
 def test_a_warm_up_that_a_process_has_not_left_is_computed_by_the_next(pool):
     found = pool([1], [1], [1])
     assert [begun(found), begun(found)] == [0, None]
-    given_up(found._busy[0].share.warmups[0]).touch()
+    (path,) = found._busy[0].share.warmups
+    given_up(path).touch()
     assert begun(found) == 1
+    found._busy[1].share = None  # it has ended without a word
+    assert begun(found) == 2
+
+
+def test_a_word_that_no_warm_up_is_left_is_of_the_process_that_computes_it(pool):
+    found = pool([1], [1], [1])
+    begun(found)
+    (path,) = found._busy[0].share.warmups
+    for _ in range(2):
+        given_up(path).touch()
+        assert not found._busy[-1].may_leave()
+        begun(found)
+    first, second = found._busy
+    given_up(path).touch()
+    assert (first.may_leave(), second.may_leave()) == (set(), set())
+
+
+def test_a_warm_up_is_deleted_when_no_share_needs_it(pool):
+    found = pool([1], [1], [2])
+    begun(found)
+    (path,) = found._busy[0].share.warmups
+    path.touch()
+    first = found._busy[0].share
+    begun(found)
+    found._busy[0].share = None
+    found._drop_warmups(first)
+    assert path.exists()
+    second = found._busy[0].share
+    found._busy[0].share = None
+    found._drop_warmups(second)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("step", "count"), [(4, 1), (8, 0)])
+def test_a_run_that_is_resumed_after_its_warm_up_is_not_waited_for(step, count, tmp_path):
+    runs = {"a": Settings(workload="digits", steps=20, warmup_steps=6)}
+    (tmp_path / "a" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    share = replace(share_of([[1]]), runs=runs, waiting=["a"], out=tmp_path,
+                    groups=[Group(["a"], True, resumed=True)])  # fmt: skip
+    assert len(share.warmup_names()) == count
 
 
 def test_warm_ups_of_one_process_alone_have_no_file(pool):
@@ -422,6 +465,7 @@ def test_a_command_that_is_stopped_leaves_no_process(number, tmp_path):
     wait_for(lambda: not alive(simulating), process=None)
     if number == signal.SIGKILL:
         return
+    assert not (out / ".warmups").exists()
     assert process.returncode == 128 + number
     (line,) = err.splitlines()
     assert line.startswith("palsgd: stopped; kept: 2 runs up to the last checkpoint")

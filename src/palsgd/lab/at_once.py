@@ -31,7 +31,7 @@ from palsgd.lab.simulated_program import Group, OutOfTimeError, in_turn
 from palsgd.lab.warmups import given_up, warmup_name
 
 LOOK_S = 0.05  # between two looks at what a process has done
-END_S = 10.0  # that a process which is free may take to end
+END_S = 10.0  # that processes which are free may take to end
 WARMUPS = ".warmups"  # the folder of those in common, while processes simulate
 MEMORY = 0.95  # of a GPU, for all processes; the rest is for what torch does not count
 
@@ -161,8 +161,11 @@ class _Pool:
             time.sleep(LOOK_S)
             for process in self._busy:
                 self._look_at(process)
+        until = time.monotonic() + END_S
         for process in self._processes:
             process.dismiss()
+        for process in self._processes:
+            process.wait(until)
 
     def end(self) -> None:
         for process in self._processes:
@@ -174,20 +177,21 @@ class _Pool:
 
     def _next(self) -> Share | None:
         """The first that may begin now."""
-        shares = [each.share for each in self._processes if each.share is not None]
-        if self.errors or len(shares) == len(self._processes):
+        if self.errors or len(self._busy) == len(self._processes):
             return None
-        awaited = {path for share in shares for path in _missing(share)}
+        awaited = {path for each in self._busy for path in each.may_leave()}
         for share in self._left:
             if awaited.isdisjoint(share.warmups):
                 return share
-            awaited |= _missing(share)  # which are this one's to compute, as in one process
+            # which are this one's to compute, as in one process
+            awaited |= {path for path in share.warmups if not path.exists()}
         return None
 
     def _look_at(self, process: "_Process") -> None:
         """Has it done its share, or ended?"""
         if (share := process.done()) is not None:
             self._done += len(share.waiting)
+            self._drop_warmups(share)
             if not self._quiet:
                 print(f"{self._done} of {self._runs} runs are simulated", file=sys.stderr)
         elif process.has_ended:
@@ -195,10 +199,11 @@ class _Pool:
             process.end()
             self.errors.append(process.error())
 
-
-def _missing(share: Share) -> set[Path]:
-    """The warm-ups that it may still leave."""
-    return {path for path in share.warmups if not (path.exists() or given_up(path).exists())}
+    def _drop_warmups(self, done: Share) -> None:
+        """Those that no other share needs."""
+        others = [*self._left, *(each.share for each in self._busy if each.share is not None)]
+        for path in set(done.warmups).difference(*(share.warmups for share in others)):
+            path.unlink(missing_ok=True)
 
 
 class _Process:
@@ -207,6 +212,7 @@ class _Process:
 
     def __init__(self, folder: Path):
         self.share: Share | None = None
+        self._past: set[Path] = set()  # warm-ups of the share that it will not leave
         self._folder = Path(tempfile.mkdtemp(dir=folder))
         self._file = self._folder / "share.json"  # which it deletes when the share is done
         self._process = subprocess.Popen(
@@ -217,11 +223,20 @@ class _Process:
         )
 
     def begin(self, share: Share) -> None:
-        self.share = share
+        self.share, self._past = share, set[Path]()
         share.write(self._file, sys.argv)
         with suppress(BrokenPipeError):  # it has ended, which is seen at the next look
             self._input.write(b"\n")
             self._input.flush()
+
+    def may_leave(self) -> set[Path]:
+        """The warm-ups that it may still leave."""
+        assert self.share is not None
+        for path in set(self.share.warmups) - self._past:
+            if given_up(path).exists():  # by this one, as no other is computing it
+                given_up(path).unlink()
+                self._past.add(path)
+        return {path for path in self.share.warmups if not path.exists()} - self._past
 
     def done(self) -> Share | None:
         """The share, if it is done. Then the process is free."""
@@ -239,8 +254,10 @@ class _Process:
         may take others with it."""
         with suppress(BrokenPipeError):
             self._input.close()
+
+    def wait(self, until: float) -> None:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=END_S)
+            self._process.wait(timeout=max(0.0, until - time.monotonic()))
 
     def end(self) -> None:
         """With all processes that it has started."""

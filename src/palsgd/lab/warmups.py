@@ -48,6 +48,7 @@ class LabWarmUp:
     def __init__(self, steps: int, file: Path | None = None):
         self.steps, self._file = steps, file
         self._found: Found | None = None
+        self._given_up = False
         self.computed_by = ""
         self.best: dict[str, Any] = {}
 
@@ -72,13 +73,14 @@ class LabWarmUp:
             os.replace(part, self._file)  # so that nobody reads a half
 
     def give_up(self) -> None:
-        """The run that was to leave it is past it, and has left nothing."""
-        if self._file is not None:
+        """The run that was to leave it is past it, and has left nothing. It is said once."""
+        if self._file is not None and not self._given_up:
+            self._given_up = True
             given_up(self._file).touch()
 
 
 def given_up(file: Path) -> Path:
-    """What is there in place of a warm-up that nobody will leave."""
+    """What says that the process which was to leave a warm-up will not."""
     return file.with_suffix(".none")
 
 
