@@ -5,8 +5,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
 from palsgd.errors import NonFiniteError
 from palsgd.lab import compare, run_set, sweep
@@ -21,6 +19,7 @@ from palsgd.simulator.vectorized import Vectorized
 from palsgd.worker import Worker
 from support.commands import lines, summary
 from support.exact_engine import use_exact_engine
+from support.simulated_runs import assert_same_runs, config, noisy_workload, runs_in, untimed
 
 WARMUP, STEPS = 18, 50
 METHODS = ["ddp", "localsgd", "palsgd", "slowmo"]
@@ -28,28 +27,11 @@ SETTINGS = dict(
     workers=3, steps=STEPS, warmup_steps=WARMUP, batch_size=4, sync_every=8, evaluate_every=5,
     inner="sgd", lr=0.02, schedule="cosine", seed=3,
 )  # fmt: skip
-WORKLOAD = '''
-from torch import nn
-from palsgd.lab.workloads.digits import Digits
-from palsgd.lab.settings import Settings
-
-RECIPES = {"Noisy": Settings(workload="digits", steps=16)}
-
-class Noisy(Digits):
-    """With statistics that differ between workers, and random numbers in its loss."""
-
-    name = "Noisy"
-
-    def model(self):
-        return nn.Sequential(nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2),
-                             nn.Linear(16, 10))
-'''
 
 
 @pytest.fixture
 def noisy(tmp_path):
-    (tmp_path / "noisy.py").write_text(WORKLOAD)
-    return f"{tmp_path / 'noisy.py'}:Noisy"
+    return noisy_workload(tmp_path)
 
 
 @pytest.fixture(params=["vectorized", "exact"])
@@ -82,27 +64,8 @@ def computed_each(monkeypatch):
     return apart
 
 
-def untimed(line):
-    return {key: value for key, value in line.items() if not key.endswith("_s")}
-
-
-def runs_in(folder: Path) -> list[str]:
-    return sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-
-
-def assert_same_runs(mine: Path, theirs: Path):
-    assert runs_in(mine) == runs_in(theirs)
-    for name in runs_in(mine):
-        assert list(map(untimed, lines(mine / name))) == list(map(untimed, lines(theirs / name)))
-        assert untimed(summary(mine / name)) == untimed(summary(theirs / name))
-        best, wanted = RunFolder(mine / name).best(), RunFolder(theirs / name).best()
-        assert (best["step"], best["metric"]) == (wanted["step"], wanted["metric"])
-        for key, x in wanted["model"].items():
-            assert torch.equal(best["model"][key], x)
-
-
 def computed_by(folder: Path) -> str | None:
-    return yaml.safe_load((folder / "config.yaml").read_text()).get("warmup_computed_by")
+    return config(folder).get("warmup_computed_by")
 
 
 def test_runs_that_start_after_a_shared_warm_up_end_bit_for_bit_as_if_they_had_computed_it(

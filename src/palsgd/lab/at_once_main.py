@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TextIO
 
 from palsgd.lab import child_process
 
-KEPT = 4  # data of so many seeds and splits are kept for the next share
-
 if TYPE_CHECKING:
     from palsgd.lab.at_once import Share
+
+KEPT = 4  # data of so many seeds and splits are kept for the next share
 
 
 def _work(path: Path) -> None:

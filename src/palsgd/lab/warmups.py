@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from palsgd.lab.settings import Settings
-from palsgd.simulator.warm_start import FORMS, Found
+from palsgd.simulator.warm_start import Found
 
 # What a warm-up does not depend on: it acts after it, or on nothing that is computed.
 LATER = (
@@ -58,19 +58,18 @@ class LabWarmUp:
         if self._found is None and self._file is not None and self._file.exists():
             # It was written by this very command, and what a run holds in memory may be anything.
             # Tensors return to the devices that they were on: Adam's counts stay on the CPU.
-            saved = torch.load(self._file, weights_only=False)
-            self._found = FORMS[saved["form"]].unpacked(saved["found"])
-            self.best, self.computed_by = saved["best"], saved["computed_by"]
+            self._set(*torch.load(self._file, weights_only=False))
         return self._found
 
     def leave(self, found: Found, best: dict[str, Any], computed_by: str) -> None:
-        self._found, self.best, self.computed_by = found, best, computed_by
+        self._set(found, best, computed_by)
         if self._file is not None:
-            saved = {"form": type(found).__name__, "found": found.packed(), "best": best,
-                     "computed_by": computed_by}  # fmt: skip
-            part = self._file.with_suffix(f".{os.getpid()}.part")
-            torch.save(saved, part)
+            part = self._file.with_suffix(".part")
+            torch.save((found, best, computed_by), part)
             os.replace(part, self._file)  # so that nobody reads a half
+
+    def _set(self, found: Found, best: dict[str, Any], computed_by: str) -> None:
+        self._found, self.best, self.computed_by = found, best, computed_by
 
     def give_up(self) -> None:
         """The run that was to leave it is past it, and has left nothing. It is said once."""

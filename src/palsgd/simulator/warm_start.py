@@ -49,14 +49,6 @@ class WarmUp:
             rng=rng_state(stack.device),
         )
 
-    def packed(self) -> dict[str, Any]:
-        """As plain values and tensors."""
-        return dict(vars(self))
-
-    @classmethod
-    def unpacked(cls, saved: dict[str, Any]) -> "WarmUp":
-        return cls(**saved)
-
     @torch.no_grad()
     def give(self, run: Run, number: int, stack: StackedWorkers) -> None:
         """Let a run that has not begun start here. What it has sent until then is its own: a header
@@ -83,9 +75,6 @@ class WarmUp:
 
 
 Found = WarmUp | WorkersWarmUp  # an engine starts from its own form alone
-FORMS: dict[str, type[WarmUp] | type[WorkersWarmUp]] = {
-    form.__name__: form for form in (WarmUp, WorkersWarmUp)
-}
 
 
 class CommonWarmUp(Protocol):

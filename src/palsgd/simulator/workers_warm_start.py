@@ -55,14 +55,6 @@ class WorkersWarmUp:
             seconds=recorder.watch.seconds(),
         )
 
-    def packed(self) -> dict[str, Any]:
-        """As plain values and tensors."""
-        return vars(self) | {"workers": [dict(vars(worker)) for worker in self.workers]}
-
-    @classmethod
-    def unpacked(cls, saved: dict[str, Any]) -> "WorkersWarmUp":
-        return cls(**saved | {"workers": [WorkerWarmUp(**each) for each in saved["workers"]]})
-
     @torch.no_grad()
     def give(self, engine: "Exact") -> None:
         """Let a run that has not begun start here. What it has sent until then is its own: a header
