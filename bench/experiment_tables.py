@@ -201,6 +201,17 @@ def accuracy_along(field: str, name: str, part: str) -> str:
     return markdown(("H" if field == "sync_every" else field, *columns), cells)
 
 
+def accuracies(name: str, part: str) -> str:
+    """Accuracy and gradients of each method."""
+    rows = [
+        (row["label"], "{:.1f}% [{:.1f}, {:.1f}]".format(
+            *(100 * row["metric"][key] for key in ("value", "low", "high"))),
+         f"{row['totals']['gradient_steps']:.0f}")
+        for row in experiment(name)["parts"][part]["settings"]
+    ]  # fmt: skip
+    return markdown(("method", "accuracy", "gradients"), rows)
+
+
 def chaos() -> str:
     shown = {
         "injected": "injected",
@@ -250,5 +261,6 @@ TABLES: dict[str, Callable[[], str]] = {
         accuracy_along, "sync_every", "2026-11-18-small-cnn-interval", "interval"
     ),
     "vgg16-interval": partial(accuracy_along, "sync_every", "2026-11-18-vgg16", "interval"),
+    "resnet50": partial(accuracies, "2026-11-18-resnet50", "target"),
     "chaos": chaos,
 }

@@ -40,9 +40,8 @@ SOURCES = {
                             "processes had 37,000 (lab/records/2026-11-18-vgg16)"),
     "cifar10-resnet18": Source("vgg-16", 1, 0.5, 15.0, _LAST),
     "imagenet-resnet50": Source("resnet-50"),
-    "ResNet50At96": Source("resnet-50", 1, 0.3, 15.0, "12,000 photographs of 96 x 96 a second, a "
-                           "guess: three processes had 16,000 between syncs, and 4,100 in a "
-                           "warm-up whose buffers took twenty operators each"),
+    "ResNet50At96": Source("resnet-50", 1, 0.3, 2.0, "with --at-once 4, by 37 runs that took nine "
+                           "minutes (lab/records/2026-11-18-resnet50)"),
     "tinystories-gptneo-8m": Source("gpt-neo-8m", 300),
     "tinystories-gptneo-125m": Source("gpt-neo-125m", 1024),
     "stories-gptneo-8m": Source("gpt-neo-8m", STORY, 1.25, 25.0, "by the runs of "
