@@ -104,7 +104,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(device):
     done = ran(EXAMPLES / "elastic.py", timeout=250)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert any("without (0,), 2 workers go on" in line for line in lines)
-    assert any("with (0,), there are 3 workers" in line for line in lines)
+    assert any("without (0,), 2 workers go on" in line for line in lines), done.out
+    assert any("with (0,), there are 3 workers" in line for line in lines), done.out
     assert len({line.split("accuracy ")[1] for line in lines if "accuracy" in line}) == 1
     assert sum("ends at clock 1000" in line for line in lines) == 3
