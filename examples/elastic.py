@@ -60,7 +60,7 @@ def say(line: str) -> None:
 
 
 def tell(transport: ElasticTransport, opt: PALSGD) -> None:
-    """Have what happens printed by one worker, the highest."""
+    """Have what happens printed by one worker, the highest of those who were there before."""
     say(f"worker {transport.worker} of {transport.workers} begins at clock {opt.clock}")
 
     def left(event: events.Left) -> None:
@@ -68,7 +68,7 @@ def tell(transport: ElasticTransport, opt: PALSGD) -> None:
             say(f"clock {event.clock}: without {event.numbers}, {event.workers} workers go on")
 
     def joined(event: events.Joined) -> None:
-        if event.worker == max(transport.members):
+        if event.worker == max(set(transport.members) - set(event.numbers)):
             say(f"clock {event.clock}: with {event.numbers}, there are {event.workers} workers")
 
     opt.on(events.Left, left)

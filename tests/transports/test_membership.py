@@ -3,11 +3,13 @@
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
 from palsgd.transports.elastic import membership
 from palsgd.transports.elastic.board import Board, Start
 from palsgd.transports.elastic.membership import Membership
+from palsgd.transports.requests import RepeatError
 from support.patience import patient
 
 
@@ -23,10 +25,24 @@ class Interrupted(Board):
         return found
 
 
-def worker(board):
-    """One of the workers of a run that a single one begins: the first, or a newcomer."""
-    start = Start(board.store, None, 1)
+def worker(board, number=None, founders=1):
+    """One of the workers of a run that so many begin: one of these, or a newcomer."""
+    start = Start(board.store, number, founders)
     return Membership(board, start, min_workers=1, deadline=None, timeout=patient(30))
+
+
+def beside(call, *args, **more):
+    """The call in a thread of its own, and what waits for its result."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call(*args, **more)), daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(patient(30))
+        assert found, "the call has not ended"
+        return found[0]
+
+    return result
 
 
 class Admitting:
@@ -85,3 +101,27 @@ def test_newcomers_that_announce_themselves_at_once_are_all_heard():
     for thread in threads:
         thread.join(patient(30))
     assert sorted(newcomer.number for newcomer in newcomers) == list(range(1, count + 1))
+
+
+def test_a_newcomer_takes_the_place_of_a_worker_that_dies_after_the_newcomer_was_heard():
+    board = Board(dist.HashStore())
+    first = beside(worker, board, 0, 2)
+    other, dying = worker(board, 1, 2), first()
+    newcomer = worker(board, 0, 2)
+    joined = beside(newcomer.join, fresh=True)
+    until = time.monotonic() + patient(10)
+    while board.read("newcomer 1") is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    met = beside(dying.meet, "the sync", patient=True)
+    other.meet("the sync", patient=True)
+    met()
+    assert [n.number for n in other.roster.newcomers] == [2], "its own number is still taken"
+    dying._bell.close()
+    with pytest.raises(RepeatError):
+        other.fail()
+    other.meet("the sync", patient=True)
+    other.admit()
+    joined()
+    assert newcomer.number == 0
+    assert newcomer.members == other.members == [0, 1]

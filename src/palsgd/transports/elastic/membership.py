@@ -32,7 +32,8 @@ _APPLY, _REPEAT = "apply", "repeat"
 class Newcomer:
     """A worker that waits to be let in."""
 
-    number: int
+    number: int  # that it is to have, as far as is known at this meeting
+    wish: int | None  # the number that it would like to have
     address: Address
     ticket: int
     fresh: bool  # does it lack an inner state of its own?
@@ -50,19 +51,21 @@ class Roster:
     def as_note(self) -> dict[str, Any]:
         return {
             "members": [[number, *self.members[number]] for number in sorted(self.members)],
-            "newcomers": [[n.number, *n.address, n.ticket, n.fresh] for n in self.newcomers],
+            "newcomers": [[n.number, n.wish, *n.address, n.ticket, n.fresh]
+                          for n in self.newcomers],
             "heard": self.heard,
             "position": self.position,
-        }
+        }  # fmt: skip
 
     @classmethod
     def of_note(cls, note: dict[str, Any]) -> "Roster":
         return cls(
             {number: (host, port) for number, host, port in note["members"]},
-            [Newcomer(n, (h, p), ticket, fresh) for n, h, p, ticket, fresh in note["newcomers"]],
+            [Newcomer(number, wish, (host, port), ticket, fresh)
+             for number, wish, host, port, ticket, fresh in note["newcomers"]],
             note["heard"],
             note["position"],
-        )
+        )  # fmt: skip
 
 
 class Welcome(NamedTuple):
@@ -162,15 +165,20 @@ class Membership:
         self._take(Roster.of_note(note), position)
 
     def _proposal(self, present: list[int], position: str) -> dict[str, Any]:
-        """The roster of a meeting to which these members have come."""
+        """The roster of a meeting to which these members have come. Newcomers that have waited
+        since the last one are numbered anew: the worker whose place one of them takes may have been
+        there then, and be gone now."""
         old, heard = self.roster, self.roster.heard
-        waiting = list(old.newcomers)
+        asking = [(n.wish, n.address, n.ticket, n.fresh) for n in old.newcomers]
         while (found := self._board.read(f"newcomer {heard + 1}")) is not None:
             heard += 1
             wish, host, port, fresh = found
-            taken = [*present, *(n.number for n in waiting)]
-            waiting.append(Newcomer(_free(wish, taken), (host, port), heard, fresh))
-        waiting = [newcomer for newcomer in waiting if answers(newcomer.address) is not False]
+            asking.append((wish, (host, port), heard, fresh))
+        waiting: list[Newcomer] = []
+        for wish, address, ticket, fresh in asking:
+            if answers(address) is not False:
+                number = _free(wish, [*present, *(n.number for n in waiting)])
+                waiting.append(Newcomer(number, wish, address, ticket, fresh))
         members = {number: old.members[number] for number in present}
         return Roster(members, waiting, heard, position).as_note()
 
