@@ -1,6 +1,7 @@
 """The seconds to a target loss over a slow link, measured, beside those of the model of time.
 
     sudo python bench/time_to_target.py --out bench/results/time-2cores.json    # 40 minutes
+    sudo python bench/time_to_target.py --rate 1gbit --out bench/results/time-1gbit-2cores.json
     sudo python bench/time_to_target.py --only k2-ddp k2-h32-p0.1 --seeds 1
 
 Whole trainings of `stories` in gloo processes, each behind an emulated link: DDP, DiLoCo (p = 0)
@@ -248,9 +249,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--rate", default=STATED["rate"], help="of the links, each way")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     add_record_options(parser)
     args = parser.parse_args()
+    try:
+        Link(args.rate)
+    except ValueError as error:
+        parser.error(f"--rate: {error}")
     if not args.work and not args.tiny and (reason := unavailable()):
         sys.exit(f"no emulated links here: {reason}")
     return args
@@ -262,7 +268,7 @@ def main() -> None:
         work(args.work)
         return
     head = provenance("cpu", tiny=args.tiny)
-    stated, seeds = (TINY, 1) if args.tiny else (STATED, args.seeds)
+    stated, seeds = (TINY, 1) if args.tiny else (STATED | {"rate": args.rate}, args.seeds)
     cases = TINY_CASES if args.tiny else [case for case in CASES if case.name in args.only]
     with tempfile.TemporaryDirectory() as folder:
         out = args.out or Path(folder) / "record.json"
