@@ -212,6 +212,66 @@ def accuracies(name: str, part: str) -> str:
     return markdown(("method", "accuracy", "gradients"), rows)
 
 
+def times_table(subject: str, varied: tuple[str, ...], *, over: str = "", **only: Any) -> str:
+    """Projected seconds to DDP's quality at its end, or to the method's own, and how many times
+    sooner than DDP has the same. `over`: the name of the paper's cluster, if there is one."""
+    found = experiment(TIMES)["subjects"][subject]
+    columns = [VARIED[name] for name in varied]
+    rows: dict[str, list[tuple[str, ...]]] = {}  # by method, in the order of their first ones
+    for row in found["rows"]:
+        given = row["given"]
+        if any(given[name] is not None and given[name] not in only[name] for name in only):
+            continue
+        cells = ["" if given[name] is None else f"{given[name]:g}" for name in varied]
+        rows.setdefault(row["method"], []).append(
+            (row["method"], *cells, _goal(row), *map(_sooner, row["links"].values()))
+        )
+    links = [over if "all_reduce" in link else _rate(link) for link in found["links"]]
+    lines = [line for own in rows.values() for line in own]
+    return markdown(("method", *columns, f"{found['quality']} to reach", *links), lines)
+
+
+def _goal(row: Record) -> str:
+    value = row["target"]["value"]
+    shown = f"{100 * value:.1f}%" if row["target"]["on"] == "metric" else f"{value:.3f}"
+    whose = "" if row["baseline"] else "DDP's, " if row["reached"] else "its own, "
+    return f"{whose}{shown}"
+
+
+def _sooner(found: Record) -> str:
+    seconds, faster = found["seconds"], found["speed_up"]
+    if seconds is None:
+        return ""
+    shown = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    if faster is None:
+        return shown
+    if faster["low"] is None:
+        return f"{shown}, {_digits(faster['value'])} x"
+    low = _digits(faster["low"]) if faster["low"] else "no bound"
+    return f"{shown}, {_digits(faster['value'])} x [{low}, {_digits(faster['high'])}]"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _rate(link: str) -> str:
+    rate = link.partition(",")[0]
+    return f"{rate[:-4]} {rate[-4].upper()}bit/s"
+
+
+def step_shares() -> str:
+    """A step of PALSGD as a share of DDP's, against what the paper's figures vary."""
+    rows = [
+        (row["workload"], str(row["workers"]), str(row["H"]), f"{row['p']:g}",
+         *(f"{share:.2g}" for share in row["share"].values()))
+        for row in experiment(TIMES)["steps"]
+    ]  # fmt: skip
+    rows = list(dict.fromkeys(rows))  # the usual point is one of each figure
+    columns = ("workload", "K", "H", "p", "the paper's cluster", "1 Gbit/s", "100 Mbit/s")
+    return markdown(columns, rows)
+
+
 def chaos() -> str:
     shown = {
         "injected": "injected",
@@ -226,6 +286,8 @@ def chaos() -> str:
     return markdown([*shown.values()], [[str(tally[name]) for name in shown] for tally in tallies])
 
 
+TIMES = "2026-11-18-times"
+VARIED = {"workers": "K", "sync_every": "H", "mix_prob": "p", "pull": "pull"}
 PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
 SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
 READINGS = {  # of PALSGD, as the labels of their settings say them
@@ -262,5 +324,14 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "vgg16-interval": partial(accuracy_along, "sync_every", "2026-11-18-vgg16", "interval"),
     "resnet50": partial(accuracies, "2026-11-18-resnet50", "target"),
+    "times-cnn-interval": partial(times_table, "small-cnn-H", ("sync_every",)),
+    "times-cnn-workers": partial(times_table, "small-cnn-K", ("workers",)),
+    "times-stories": partial(times_table, "stories-H", ("sync_every",)),
+    "times-stories-p": partial(
+        times_table, "stories-p", ("sync_every", "mix_prob", "pull"), pull=(0, 0.5)
+    ),
+    "times-resnet50": partial(times_table, "resnet50", ("sync_every",), over="4 L40S, PCIe"),
+    "times-8m": partial(times_table, "gpt-neo-8m", ("sync_every",), over="8 V100, NVLink"),
+    "times-steps": step_shares,
     "chaos": chaos,
 }

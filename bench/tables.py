@@ -36,6 +36,7 @@ FILES = (
     "docs/memory.md",
     "docs/results.md",
     "docs/state.md",
+    "docs/times.md",
 )
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 sys.path.append(str(HERE / "peers"))

@@ -7,8 +7,11 @@ stable (lab/records/2026-11-17-gpt-neo-125m), so that a third of it is tried too
 
 from calls import Call, Compare
 from gpt_neo_8m import OF_CORPUS
+from hardware import links
 from readings import ends, to_target
 from study import Claim, Part, Study, main
+
+from palsgd.lab.plan.paper import GPT_125M, B, of_stories
 
 METHODS = ("ddp", "diloco", "palsgd")
 FULL: dict[str, object] = {"batch_size": 32, "steps": 512, "warmup_steps": 256}
@@ -44,8 +47,7 @@ STUDY = Study(
         Claim("none at another learning rate: steps", "gentle", to_target("diloco", "palsgd")),
         Claim("none at another learning rate: losses", "gentle", ends(*METHODS)),
     ],
-    # A step of 32 stories of 300 tokens on an L40S at 40% of its fp32 peak takes 0.195 s.
-    links=("126gbit,15us,step=195ms", "1gbit,1ms,step=195ms", "100mbit,10ms,step=195ms"),
+    links=links(B, 8, of_stories(GPT_125M, 32)),
 )  # fmt: skip
 
 if __name__ == "__main__":

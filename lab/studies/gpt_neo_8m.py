@@ -12,6 +12,7 @@ warm-up, which leaves them something to learn and makes three seeds affordable.
 """
 
 from calls import Call, Compare, Sweep, tuned_comparison
+from hardware import of_gpt_neo_8m
 from readings import along, ends, mean_and_variance, to_target
 from study import Claim, Part, Study, main
 
@@ -24,13 +25,6 @@ SEED = 2022  # the paper's are 2022, 2023 and 2024
 # A few steps of a tiny model on the same stories. Evaluations take longer than they do.
 SHORT = {"workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
          "evaluate_every": 12}  # fmt: skip
-
-
-def links(stories: int) -> tuple[str, ...]:
-    """The paper's PCIe and two slower links. A step of 256 stories of 300 tokens on a T4 at 40% of
-    its fp32 peak takes 1.15 s."""
-    step = f"step={1150 * stories / 256:.0f}ms"
-    return f"63gbit,15us,{step}", f"1gbit,1ms,{step}", f"100mbit,10ms,{step}"
 
 
 def recipe(tiny: bool, name: str) -> tuple[str, dict[str, object]]:
@@ -87,29 +81,29 @@ def parts(tiny: bool) -> list[Part]:
                        methods=(*PAPER, "anchordecay"))]),
         Part("seeds", "The same where the warm-up leaves something to learn, with three seeds?",
              [compared(tiny, "stories-gptneo-8m", ABLATION, methods=(*PAPER, "anchordecay"))],
-             links(32)),
+             of_gpt_neo_8m(32)),
         Part("figure", "The same at H = 16, as in the paper's figures?",
              [compared(tiny, "stories-gptneo-8m-h16", ABLATION, controls=("no-pull",))],
-             links(32)),
+             of_gpt_neo_8m(32)),
         Part("figure-k4", "The same with K = 4?",
              [compared(tiny, "stories-gptneo-8m-k4", ABLATION | {"batch_size": 64},
-                       controls=("no-pull",))], links(64)),
+                       controls=("no-pull",))], of_gpt_neo_8m(64, workers=4)),
         Part("tuned", "Which method is ahead if each has its own settings?", tuned(tiny),
-             links(16)),
+             of_gpt_neo_8m(16)),
         Part("corpus", "Is it the same on real stories, with the batch scaled to their number?",
-             corpus(tiny), links(16)),
+             corpus(tiny), of_gpt_neo_8m(16)),
         Part("eta", "What does the strength of mixing do to the loss?",
              swept(tiny, "eta", mix_rate=[0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]),
-             links(32)),
+             of_gpt_neo_8m(32)),
         Part("p", "What does the share of mixing steps do to the loss?",
-             swept(tiny, "p", mix_prob=[0.025, 0.05, 0.1, 0.25, 0.5]), links(32)),
+             swept(tiny, "p", mix_prob=[0.025, 0.05, 0.1, 0.25, 0.5]), of_gpt_neo_8m(32)),
         Part("H", "What does the interval do to the loss?",
              swept(tiny, "H", sync_every=[4, 8] if tiny else [32, 64, 128, 256],
-                   method=["diloco", "palsgd"]), links(32)),
+                   method=["diloco", "palsgd"]), of_gpt_neo_8m(32)),
         Part("optimizers", "Which inner and outer optimizers go together?",
              swept(tiny, "optimizers", seeds=1, inner=["sgd", "adam", "adamw"],
                    outer=["sgd", "sgd_m", "nesterov", "adamw"], outer_lr=[1.0, 0.2, 1e-3]),
-             links(32)),
+             of_gpt_neo_8m(32)),
     ]  # fmt: skip
 
 
@@ -142,7 +136,7 @@ STUDY = Study(
         Claim("AdamW inside with Nesterov or momentum outside is best; outer AdamW is much worse, "
               "outer SGD much slower", "optimizers", along("outer", "palsgd")),
     ],
-    links=links(256),
+    links=of_gpt_neo_8m(256),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ GPT-Neo, and four fifths of GPT-Neo-8M.
 """
 
 from calls import Call, Compare
-from gpt_neo_8m import REAL, links
+from gpt_neo_8m import REAL
+from hardware import of_gpt_neo_8m
 from readings import ends, to_target
 from released_methods import FIRST_TENSOR, PRINTED, RELEASED
 from study import Claim, Part, Study, main
-from when_it_pays import DIGITS, STORIES
+from when_it_pays import DIGITS, LINKS, STORIES
 
 SHORT: dict[str, object] = {
     "workers": 2, "steps": 24, "warmup_steps": 8, "batch_size": 4, "sync_every": 8,
@@ -61,8 +62,8 @@ def parts(tiny: bool) -> list[Part]:
         Part("paper", "At the paper's settings, what does mixing the first tensor alone do?",
              paper(tiny)),
         Part("gentle", "The same with a million weights, and settings at which all train",
-             gentle(tiny)),
-        Part("digits", "The same on digits", digits(tiny)),
+             gentle(tiny), LINKS),
+        Part("digits", "The same on digits", digits(tiny), LINKS),
     ]  # fmt: skip
 
 
@@ -78,7 +79,7 @@ STUDY = Study(
         Claim("none: losses at the end, a million weights", "gentle", ends(*_ALL)),
         Claim("none: losses at the end, digits", "digits", ends(*_ALL)),
     ],
-    links=links(16),
+    links=of_gpt_neo_8m(16),
 )  # fmt: skip
 
 if __name__ == "__main__":

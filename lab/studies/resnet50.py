@@ -13,8 +13,11 @@ and `steady-statistics` have 0.03, with which warm-ups end within six points of 
 
 from calls import ACCURACY, Call, Compare, Sweep
 from grid import grid_comparison
+from hardware import links
 from readings import along, ends, to_target
 from study import Claim, Part, Study, main
+
+from palsgd.lab.plan.paper import C, of_photographs
 
 METHODS = ("ddp", "diloco", "palsgd", "anchordecay")
 RECIPE, TINY = "photographs:ResNet50At96", "tiny_resnet:TinyResNet"
@@ -90,8 +93,8 @@ STUDY = Study(
         Claim("none: the same where shards differ", "small-statistics",
               along("buffers", "diloco", "palsgd", sharding="dirichlet:0.1")),
     ],
-    # A step of 64 photographs on a V100 at 40% of its fp32 peak takes 250 ms.
-    links=("1200gbit,15us,step=250ms", "1gbit,1ms,step=250ms", "100mbit,10ms,step=250ms"),
+    # As if the photographs were of ImageNet's size, 224 x 224.
+    links=links(C, 4, of_photographs(64)),
 )  # fmt: skip
 
 if __name__ == "__main__":

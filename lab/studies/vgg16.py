@@ -9,8 +9,11 @@ as 32 workers have few rounds; warm-ups are shortened alike there. Products are 
 from typing import Any
 
 from calls import ACCURACY, Call, Compare, Sweep, tuned_comparison
+from hardware import VGG_16, links
 from readings import along, ends
 from study import Claim, Part, Study, main
+
+from palsgd.lab.plan.paper import C
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 FULL: dict[str, Any] = {"precision": "bf16", **ACCURACY}
@@ -99,8 +102,7 @@ STUDY = Study(
         Claim("from 4 to 16 workers DDP loses 4%, over 15% at 32; PALSGD above DiLoCo, both above "
               "DDP at every K", "scaling", along("workers", "ddp", "diloco", "palsgd")),
     ],
-    # A gradient step of 50 ms is assumed.
-    links=("100mbit,10ms,step=50ms", "1gbit,1ms,step=50ms"),
+    links=links(C, 4, 128 * VGG_16),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 CONTROLS = ("palsgd-no-pull", "diloco-equal-gradients", "diloco-same-settings", "diloco-raised-lr")
+LINKS = ("100mbit,10ms,step=50ms", "1gbit,1ms,step=50ms")  # the step is assumed
 P, PULL = 0.125, 0.5  # a mixing step in eight, and half of the way back in a round
 OUTER = {"outer_lr": (0.4, 0.8), "outer_momentum": (0.5, 0.9)}  # 0.4 with 0.9 moves 4 times as far
 
@@ -128,6 +129,24 @@ def outer_step(task: Task) -> list[Call]:
     ]
 
 
+def optimizers(task: Task) -> list[Call]:
+    """Which inner and outer optimizers go together? Every pair has equally many points: three
+    learning rates of the inner and five of the outer one. Decay of weights is AdamW's alone, which
+    is Adam without it."""
+    adam = task.rates[:3]
+    rates = {"sgd": tuple(10 * lr for lr in adam), "adam": adam, "adamw": adam}
+    size = {**task.size, "sync_every": list(task.intervals.values())[1],
+            "mix_prob": 0.1, "pull": 0.25, "outer_momentum": 0.5}  # fmt: skip
+    grid = {"outer": ("sgd", "sgd_m", "nesterov", "adamw"), "outer_lr": (1, 0.3, 0.1, 0.01, 0.001)}
+    decay = {"adamw": size.get("weight_decay", 0.01)}
+    return [
+        Sweep(name=inner, recipe=task.recipe, seeds=task.seeds // 2,
+              settings=size | grid | {"inner": inner, "lr": each,
+                                      "weight_decay": decay.get(inner, 0.0)})
+        for inner, each in rates.items()
+    ]  # fmt: skip
+
+
 def vision(tiny: bool) -> list[Call]:
     found = []
     for h in (8, 32) if tiny else (32, 128):
@@ -158,6 +177,9 @@ def parts(tiny: bool) -> list[Part]:
         Part(
             "digits-outer", "Does the pull do what a smaller outer step does?", outer_step(digits)
         ),
+        Part(
+            "digits-optimizers", "Which inner and outer optimizers go together?", optimizers(digits)
+        ),
         longest.parts()[0],
         Part("vision", "The same question on pictures in colour", vision(tiny)),
     ]
@@ -171,9 +193,10 @@ STUDY = Study(
         Claim("p of about 0.05 is best, p >= 0.25 trains faster but worse", "strength",
               along("mix_prob", "palsgd")),
         Claim("none: what skipping and pulling are worth", "H64", ends(*METHODS, *CONTROLS)),
+        Claim("AdamW inside with Nesterov or momentum outside is best; outer AdamW is much worse",
+              "digits-optimizers", along("outer", "palsgd")),
     ],
-    # A gradient step of 50 ms is assumed.
-    links=("100mbit,10ms,step=50ms", "1gbit,1ms,step=50ms"),
+    links=LINKS,
 )  # fmt: skip
 
 if __name__ == "__main__":

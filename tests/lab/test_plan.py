@@ -433,14 +433,22 @@ def by_hand(run: Published, exchange: float) -> float:
     return 1 - (run.warmup * ddp_s + (steps - run.warmup) * local_s) / (run.steps * ddp_s)
 
 
-@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.name} {run.cluster[0]}")
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.name} {run.machine.name[0]}")
+def test_the_link_of_a_machine_is_the_papers_cluster(run):
+    link = Cluster.parse(run.machine.link(run.workers, run.operations), workers=run.workers)
+    assert link.all_reduce == run.place.all_reduce
+    for name in ("step", "rate", "latency"):
+        assert getattr(link, name) == pytest.approx(getattr(run.place, name), rel=2e-3), name
+
+
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.name} {run.machine.name[0]}")
 def test_the_fitted_exchange_gives_the_published_figure(run):
     assert by_hand(run, run.needed_s()) == pytest.approx(run.saved, abs=1e-6)
 
 
 def test_what_is_said_of_the_papers_runs_is_what_the_model_gives():
     found = {
-        f"{run.name.split(',')[0]} {run.cluster[0]}": run.saves(
+        f"{run.name.split(',')[0]} {run.machine.name[0]}": run.saves(
             run.released_ddp_s(), run.local_s(run.mix_prob)
         )
         - run.saved

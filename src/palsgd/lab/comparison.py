@@ -15,7 +15,14 @@ from palsgd.lab.judging.quality_curve import DRAWS, QualityCurve, Reached, cross
 from palsgd.lab.judging.speedup import speed_up
 from palsgd.lab.judging.verdict import Verdict, judge
 from palsgd.lab.run_folder import Run
-from palsgd.lab.targets import Quality, Target, baseline_target, margin_of, stated_target
+from palsgd.lab.targets import (
+    Quality,
+    Target,
+    baseline_target,
+    end_target,
+    margin_of,
+    stated_target,
+)
 from palsgd.lab.timing.pace import Pace
 from palsgd.lab.timing.paces import paces
 from palsgd.lab.twins import Twin, twins
@@ -85,6 +92,7 @@ class Comparison:
     or None before anything was evaluated; axes are AXES, `time_s` only where seconds are known.
     `finals()`: a Final for each group of which a run has finished.
     `to_target()`: a ToTarget for each of those that has a target.
+    `to_own_end(group)`: the same for what the group itself ends with, and worse by the margin.
     `baseline(group)`: the group that it is measured against: of its scale, at its best setting.
     `budgets(group)`: by axis, the least that a group of its K and batch spent in all.
     `same_programs`: for each group that is the same program as an earlier one, that one.
@@ -230,6 +238,13 @@ class Comparison:
             for group in self.groups
             if group.finished and (target := self.target_of(group)) is not None
         ]
+
+    def to_own_end(self, group: Group) -> ToTarget:
+        """What a group that has finished spends until the quality that it ends with, for one that
+        never has its baseline's. Worse by the margin, as the mean of its seeds arrives at the end
+        itself only there."""
+        final = of_mean(list(self.final_losses(group).values()))
+        return self._to_target(group, end_target(group, final, self.quality, self.margin))
 
     def _to_target(self, group: Group, target: Target) -> ToTarget:
         level, finals = self.quality.sign * target.value, self.final_losses(group)

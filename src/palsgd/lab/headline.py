@@ -2,15 +2,11 @@
 
 import math
 import re
-from statistics import fmean
-
-import numpy as np
 
 from palsgd import registry
-from palsgd.lab.comparison import Comparison, Final, ToTarget, seconds_noise
+from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval
-from palsgd.lab.judging.speedup import speed_up
 from palsgd.lab.verdicts import judged, mixes, word_for
 
 EARLY = "in its warm-up, until when both are one method"
@@ -57,14 +53,12 @@ def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
         return f"{name} is the same program as {_title(base)}"
     if row.reached:
         return f"{name} reaches {_goal(comparison, row, base)}"
-    final = fmean(comparison.final_losses(own).values())
-    level = final + comparison.margin * abs(final)
-    early = comparison.in_warmup(own, np.array([level]))[0]
-    faster = EARLY if early else _sooner(_speed_up_at(comparison, own, base, level))
+    end = comparison.to_own_end(own)
+    faster = EARLY if end.in_warmup else _sooner(end.speed_ups.get("time_s"))
     sign = "-" if quality.higher_is_better else "+"
     return (
         f"{name} does not reach {_title(base)}'s {quality.name} in {row.steps:,.0f} steps; its own "
-        f"final {quality.name} {sign} {100 * comparison.margin:g}%, {quality.sign * level:.3g}, it "
+        f"final {quality.name} {sign} {100 * comparison.margin:g}%, {end.target.value:.3g}, it "
         f"reaches {faster}"
     )
 
@@ -78,20 +72,8 @@ def _goal(comparison: Comparison, row: ToTarget, base: Group) -> str:
     return f"{title}'s {name} {EARLY if row.in_warmup else _sooner(row.speed_ups['time_s'])}"
 
 
-def _speed_up_at(comparison: Comparison, own: Group, base: Group, level: float) -> Interval:
-    ours, theirs = comparison.curve(own), comparison.curve(base)
-    assert ours is not None
-    assert theirs is not None
-    noise = (
-        seconds_noise(theirs, level, comparison.paces[base]),
-        seconds_noise(ours, level, comparison.paces[own]),
-    )
-    found = speed_up(theirs, ours, "time_s", np.array([level]), noise=noise)
-    return Interval(found.ratio[0], found.low[0], found.high[0], found.pairs, "95% bootstrap")
-
-
-def _sooner(faster: Interval) -> str:
-    if math.isnan(faster.value):
+def _sooner(faster: Interval | None) -> str:
+    if faster is None:
         return "where the other never is"
     bounds = ""
     if faster.n > 1 and math.isfinite(faster.low):  # some draws of the seeds may never arrive

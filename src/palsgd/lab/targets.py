@@ -1,6 +1,6 @@
 """The quality that runs are to reach: stated beforehand, or what the baseline ends with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from palsgd.lab.groups import Group
@@ -71,14 +71,21 @@ def stated_target(groups: list[Group], quality: Quality, margin: float) -> Targe
     return Target(value, quality.on, words, margin)
 
 
+def end_target(group: Group, final: Interval, quality: Quality, margin: float) -> Target:
+    """A group's mean final value, and worse by the margin. `final` is in units in which less is
+    better."""
+    level = final.value + margin * abs(final.value)
+    seeds = f"{final.n} seeds" if final.n > 1 else "one seed"
+    sign = "-" if quality.higher_is_better else "+"
+    source = f"{group.label}'s mean final {quality.name} over {seeds} {sign} {100 * margin:g}%"
+    return Target(quality.sign * level, quality.on, source, margin)
+
+
 def baseline_target(
     baseline: Group, final: Interval, of_how_many: int, quality: Quality, margin: float
 ) -> Target:
-    """The baseline's mean final value, and worse by the margin. `final` is in units in which less
-    is better."""
-    level = final.value + margin * abs(final.value)
-    seeds = f"{final.n} seeds" if final.n > 1 else "one seed"
-    best = f", the best of {of_how_many} by its own final {quality.name}" if of_how_many > 1 else ""
-    sign = "-" if quality.higher_is_better else "+"
-    source = f"{baseline.label}'s mean final {quality.name} over {seeds} {sign} {100 * margin:g}%"
-    return Target(quality.sign * level, quality.on, source + best, margin)
+    found = end_target(baseline, final, quality, margin)
+    if of_how_many == 1:
+        return found
+    best = f"{found.source}, the best of {of_how_many} by its own final {quality.name}"
+    return replace(found, source=best)

@@ -36,14 +36,30 @@ ASSUMED = (
 
 
 @dataclass(frozen=True)
+class Machine:
+    """One of the paper's clusters, of which each worker has a GPU."""
+
+    name: str  # its letter and hardware
+    peak: float  # fp32 operations per second of a GPU
+    rate: float  # bits per second of the interconnect, each direction
+
+    def step_s(self, operations: float) -> float:
+        return operations / (self.peak * EFFICIENCY)
+
+    def link(self, workers: int, operations: float) -> str:
+        """As `--link` takes it, with the step of a gradient of so many operations."""
+        latency_us = 1e6 * MESSAGE_S / ring_hops(workers)
+        step_ms = 1e3 * self.step_s(operations)
+        return f"{self.rate / 1e9:g}gbit,{latency_us:.3g}us,step={step_ms:.4g}ms,all_reduce=ring"
+
+
+@dataclass(frozen=True)
 class Published:
     """A run of the paper: what it states, and what is assumed for what it does not."""
 
     name: str
-    cluster: str  # its letter
+    machine: Machine
     workers: int
-    peak: float  # fp32 operations per second of a GPU
-    rate: float  # bits per second of its interconnect, each direction
     parameters: int
     tensors: int
     operations: float  # of a gradient step of one worker
@@ -56,12 +72,12 @@ class Published:
 
     @property
     def step_s(self) -> float:
-        return self.operations / (self.peak * EFFICIENCY)
+        return self.machine.step_s(self.operations)
 
     @property
     def place(self) -> Cluster:
         return Cluster(
-            workers=self.workers, step=self.step_s, rate=self.rate,
+            workers=self.workers, step=self.step_s, rate=self.machine.rate,
             latency=MESSAGE_S / ring_hops(self.workers), all_reduce="ring",
         )  # fmt: skip
 
@@ -110,24 +126,32 @@ def _bisect(short: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
-_T4, _V100, _L40S = 8.1e12, 15.7e12, 91.6e12
-_GPT_8M, _GPT_125M, _RESNET = 8_054_656, 124_412_160, 25_557_032
+A = Machine("A: 4 T4, PCIe", 8.1e12, 15.75e9 * 8 * PCIE)
+B = Machine("B: 8 V100, NVLink", 15.7e12, 150e9 * 8)
+C = Machine("C: 4 L40S, PCIe", 91.6e12, 31.5e9 * 8 * PCIE)
+GPT_8M, GPT_125M, RESNET_50 = 8_054_656, 124_412_160, 25_557_032  # parameters
 _STORIES, _IMAGES = 15 * 2_119_719 / 2048, 90 * 1_281_167 / 256
 
 
-def _transformer(parameters: int, stories: int) -> float:
+def of_stories(parameters: int, stories: int) -> float:
+    """The operations of a transformer's gradient."""
     return 6.0 * parameters * stories * 300
 
 
+def of_photographs(count: int) -> float:
+    """Those of ResNet-50's."""
+    return 24.5e9 * count
+
+
 PUBLISHED = (
-    Published("ResNet-50, ImageNet", "C: 4 L40S, PCIe", 4, _L40S, 31.5e9 * 8 * PCIE, _RESNET, 161,
-              24.5e9 * 64, _IMAGES, 200_000, 64, 0.05, 0.184),
-    Published("GPT-Neo-125M, TinyStories", "B: 8 V100, NVLink", 8, _V100, 150e9 * 8, _GPT_125M, 160,
-              _transformer(_GPT_125M, 256), _STORIES, 1024, 16, 0.1, 0.244, fewer_steps=0.158),
-    Published("GPT-Neo-8M, TinyStories", "B: 8 V100, NVLink", 8, _V100, 150e9 * 8, _GPT_8M, 108,
-              _transformer(_GPT_8M, 256), _STORIES, 1024, 64, 0.1, 0.211),
-    Published("GPT-Neo-8M, TinyStories", "A: 4 T4, PCIe", 4, _T4, 15.75e9 * 8 * PCIE, _GPT_8M, 108,
-              _transformer(_GPT_8M, 512), _STORIES, 1024, 16, 0.1, 0.230),
+    Published("ResNet-50, ImageNet", C, 4, RESNET_50, 161, of_photographs(64), _IMAGES, 200_000,
+              64, 0.05, 0.184),
+    Published("GPT-Neo-125M, TinyStories", B, 8, GPT_125M, 160, of_stories(GPT_125M, 256), _STORIES,
+              1024, 16, 0.1, 0.244, fewer_steps=0.158),
+    Published("GPT-Neo-8M, TinyStories", B, 8, GPT_8M, 108, of_stories(GPT_8M, 256), _STORIES,
+              1024, 64, 0.1, 0.211),
+    Published("GPT-Neo-8M, TinyStories", A, 4, GPT_8M, 108, of_stories(GPT_8M, 512), _STORIES,
+              1024, 16, 0.1, 0.230),
 )  # fmt: skip
 
 
@@ -142,7 +166,7 @@ def paper_table() -> Table:
         local, needed = run.local_s(run.mix_prob), run.needed_s()
         released = run.saves(run.released_ddp_s(), local)
         table.add_row(
-            run.name, run.cluster, time_words(run.step_s),
+            run.name, run.machine.name, time_words(run.step_s),
             time_words(run.released_ddp_s() - run.step_s),
             formats.percent(run.saves(run.torch_ddp_s(), local)), formats.percent(released),
             formats.percent(run.saved), formats.percent(released - run.saved),
