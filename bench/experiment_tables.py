@@ -189,15 +189,18 @@ def statistics_table(name: str, part: str) -> str:
 
 
 def accuracy_along(field: str, name: str, part: str) -> str:
-    """Accuracy of each method, by K or H; without the interval where there is one seed."""
-    rows: dict[int, dict[str, str]] = {}
+    """Accuracy of each method, by K or H; without the interval where there is one seed. DDP, which
+    has no H, is beside every one."""
+    rows: dict[int | None, dict[str, str]] = {}
     for row in experiment(name)["parts"][part]["settings"]:
         value, low, high = (row["metric"][key] for key in ("value", "low", "high"))
         interval = "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
         label = row["label"].split()[0]
         rows.setdefault(row["given"][field], {})[label] = f"{100 * value:.1f}%{interval}"
+    for_all = rows.pop(None, {})
+    rows = {k: for_all | own for k, own in sorted(rows.items())}
     columns = list(dict.fromkeys(label for own in rows.values() for label in own))
-    cells = [(str(k), *(own.get(each, "") for each in columns)) for k, own in sorted(rows.items())]
+    cells = [(str(k), *(own.get(each, "") for each in columns)) for k, own in rows.items()]
     return markdown(("H" if field == "sync_every" else field, *columns), cells)
 
 
