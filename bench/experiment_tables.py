@@ -1,6 +1,7 @@
 """Tables of the experiments of lab/LOG.md, from lab/records; `tables.py` puts them into pages."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,48 @@ def pull_map(name: str, part: str, digits: int) -> str:
     rows = [(str(h), f"{p:g}", *(cells[h, p, pull] for pull in pulls)) for h in every
             for p in chances]  # fmt: skip
     return markdown(("H", "p", *(f"pull {pull:g}" for pull in pulls)), rows)
+
+
+def controls_map(name: str, part: str, digits: int) -> str:
+    """What PALSGD ends above DiLoCo with as many gradients in as many rounds, by H, p and pull; and
+    what it ends without a pull above DiLoCo at the raised learning rate, which skips nothing."""
+    cells: dict[tuple[int, float], dict[str, str]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        given, over = row["given"], row["over_controls"]
+        if "equal-gradients" not in over:
+            continue
+        place = cells.setdefault((given["sync_every"], given["mix_prob"]), {})
+        place[f"pull {given['pull']:g}"] = share(over["equal-gradients"], digits)
+        if given["pull"] == 0:
+            place["skipping"] = share(over["raised-lr"], digits)
+    pulls = list(dict.fromkeys(each for own in cells.values() for each in sorted(own)
+                               if each != "skipping"))  # fmt: skip
+    rows = [(str(h), f"{p:g}", own["skipping"], *(own[pull] for pull in pulls))
+            for (h, p), own in sorted(cells.items())]  # fmt: skip
+    head = ("H", "p", "pull 0 over the raised learning rate")
+    return markdown((*head, *(f"{pull}, equal gradients" for pull in pulls)), rows)
+
+
+def optimizers_map(name: str, part: str) -> str:
+    """The lowest mean loss of each pair of optimizers, with the learning rates that it has them
+    at."""
+    best: dict[tuple[str, str], Record] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        pair = row["given"]["inner"], row["given"]["outer"]
+        lowest = best[pair]["loss"]["value"] if pair in best else math.inf
+        if row["loss"]["value"] < lowest:
+            best[pair] = row
+    inners, outers = (list(dict.fromkeys(pair[i] for pair in best)) for i in range(2))
+    rows = [(inner, *(_pair(best.get((inner, outer))) for outer in outers)) for inner in inners]
+    return markdown(("inner", *(f"outer {outer}" for outer in outers)), rows)
+
+
+def _pair(row: Record | None) -> str:
+    if row is None:
+        return "never finite"
+    value, low, high = (row["loss"][key] for key in ("value", "low", "high"))
+    rates = f"{row['given']['lr']:g}, {row['given']['outer_lr']:g}"
+    return f"{value:.4f} [{low:.4f}, {high:.4f}] at {rates}"
 
 
 def room_map(name: str, *parts: str) -> str:

@@ -43,7 +43,7 @@ sys.path.append(str(HERE / "peers"))
 
 NO_RECORD = "(There is no record yet.)"
 PEERS = "peers-2cores"  # the record of bench/peers.py
-TIME = "time-2cores"  # the record of bench/time_to_target.py
+TIMES = {"100mbit": "time-2cores", "1gbit": "time-1gbit-2cores"}  # of bench/time_to_target.py
 
 Record = dict[str, Any]
 
@@ -338,12 +338,12 @@ def link_bare() -> str:
     return markdown(columns, rows)
 
 
-def time_to_target() -> str:
+def time_to_target(rate: str) -> str:
     from time_rows import COLUMNS, cells
 
-    if not (RESULTS / f"{TIME}.json").is_file():
+    if not (RESULTS / f"{TIMES[rate]}.json").is_file():
         return NO_RECORD
-    found = record(TIME)
+    found = record(TIMES[rate])
     return f"{place(found)}\n\n{markdown(COLUMNS, [cells(row) for row in found['rows']])}"
 
 
@@ -469,7 +469,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "link": link,
     "link-summary": link_summary,
     "link-bare": link_bare,
-    "time-to-target": time_to_target,
+    "time-to-target": partial(time_to_target, "100mbit"),
+    "time-to-target-1gbit": partial(time_to_target, "1gbit"),
     "peers-short": partial(peers, "short"),
     "peers-summary": partial(peers, "summary"),
     "peers-ratios": partial(peers, "ratio"),

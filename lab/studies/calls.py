@@ -15,9 +15,12 @@ from typing import Any, Self
 
 import palsgd.lab
 from palsgd.lab import workloads
+from palsgd.lab.api import run_options
+from palsgd.lab.controls import chosen_controls, controls_for
 from palsgd.lab.methods import runs_of, whole_names
+from palsgd.lab.programs import program
 from palsgd.lab.run_list import NO_TUNING, compared_runs, with_seeds
-from palsgd.lab.run_set import grid_of
+from palsgd.lab.run_set import grid_of, run_all
 from palsgd.lab.settings import Settings, with_alternatives
 from palsgd.lab.tuning.halving import FINALISTS, rungs
 from palsgd.lab.tuning.tuned_file import read_tuned
@@ -164,16 +167,43 @@ class Sweep(Call):
     """All combinations of the settings that are lists."""
 
     def stages(self) -> list[list[Settings]]:
+        return [list(self.points().values())]
+
+    def points(self) -> dict[str, Settings]:
         lists = {key: list(value) for key, value in self.settings.items() if _is_list(value)}
         rest = {key: value for key, value in self.settings.items() if key not in lists}
         base = workloads.recipe(self.recipe).changed(rest)
-        return [list(with_seeds(grid_of(base, lists), self.seeds).values())]
+        return with_seeds(grid_of(base, lists), self.seeds)
 
     def do(self, runs: Path, tuning: Path, options: Options) -> None:
         palsgd.lab.sweep(
             self.recipe, seeds=self.seeds, out=runs / self.name, options=self.how(options),
             **self.settings,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls(Call):
+    """The controls of every point of a sweep, each once."""
+
+    of: Sweep
+    wanted: Sequence[str]
+
+    def stages(self) -> list[list[Settings]]:
+        return [list(self.points().values())]
+
+    def points(self) -> dict[str, Settings]:
+        """By the name of the run."""
+        found: dict[Any, tuple[str, Settings]] = {}
+        for point, settings in replace(self.of, seeds=1).points().items():
+            made, _ = controls_for({point: settings}, chosen_controls(list(self.wanted)))
+            for name, each in made.items():
+                kind = name.removeprefix(f"{each.method}-")
+                found.setdefault(program(each), (f"{kind},{point}", each))
+        return with_seeds(dict(found.values()), self.seeds)
+
+    def do(self, runs: Path, tuning: Path, options: Options) -> None:
+        run_all(self.points(), runs / self.name, run_options(True, self.how(options)))
 
 
 def tuning_file(tuning: Path, name: str) -> Path:

@@ -25,6 +25,7 @@ from study import Part, Place, Study
 from palsgd import registry
 from palsgd.lab.atomic import atomic_path
 from palsgd.lab.comparison import Comparison, Final, ToTarget
+from palsgd.lab.controls import controls_beside
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.judging.robustness import FIELDS, robustness
@@ -183,7 +184,7 @@ def _settings_record(found: Comparison, row: Final) -> dict[str, Any]:
 
 def _over_controls(found: Comparison, group: Group) -> dict[str, Any]:
     """How much a mixing method ends above each of its controls, by what is said of the control."""
-    controls = found.controls.get(group, {})
+    controls = controls_beside(found.groups).get(group, {})
     differences = {each.suffix: found.difference(group, own) for each, own in controls.items()}
     return {name: each.as_dict() for name, each in differences.items() if each is not None}
 

@@ -8,7 +8,7 @@ does in minutes. `vision` asks the same of pictures in colour.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from calls import ACCURACY, OF_TEXTS, Call, Sweep, tuned_comparison
+from calls import ACCURACY, OF_TEXTS, Call, Controls, Sweep, tuned_comparison
 from grid import grid_comparison
 from readings import along, ends
 from study import Claim, Part, Study, main
@@ -55,15 +55,19 @@ class Task:
         )  # fmt: skip
 
     def strength(self) -> list[Call]:
-        """p and pull at one learning rate and outer step, over H."""
+        """p and pull at one learning rate and outer step, over H; DiLoCo at the same settings, at
+        the raised learning rate, and with as many gradients in as many rounds."""
         every = {"sync_every": list(self.intervals.values())}
         grid = every | {"mix_prob": (0.05, 0.1, 0.25), "pull": (0.0, 0.25, 0.5, 0.75)}
         plain = every | {"method": ["diloco"]}
         size, common = self.size | self.usual, dict(recipe=self.recipe, seeds=self.mapped)
+        mixing = Sweep(name="palsgd", settings=size | grid, **common)  # type: ignore[arg-type]
         return [
-            Sweep(name="palsgd", settings=size | grid, **common),  # type: ignore[arg-type]
+            mixing,
             Sweep(name="diloco", settings=size | plain, **common),  # type: ignore[arg-type]
-        ]
+            Controls(name="controls", of=mixing, wanted=("raised-lr", "equal-gradients"),
+                     **common),  # type: ignore[arg-type]
+        ]  # fmt: skip
 
 
 # After 64 steps of warm-up DDP has twice the least loss. A step of all workers has 32 stories.

@@ -119,17 +119,21 @@ def test_shares_of_ddps_seconds_are_taken_within_a_seed(time_rows):
 # -- the table -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("time-to-target", "time-2cores"), ("time-to-target-1gbit", "time-1gbit-2cores")],
+)
 def test_the_table_is_of_the_records_rows_and_says_if_there_is_no_record(
-    time_rows, monkeypatch, tmp_path
+    time_rows, monkeypatch, tmp_path, name, file
 ):
     import tables
 
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.TABLES["time-to-target"]() == tables.NO_RECORD
+    assert tables.TABLES[name]() == tables.NO_RECORD
     machine = {"device": "AMD EPYC", "cores": 2, "torch": "2.15.0"}
     rows = time_rows.rows([a_run("ddp", [3.0, 2.0, 1.0])], 0.02)
-    (tmp_path / "time-2cores.json").write_text(json.dumps({"machine": machine, "rows": rows}))
-    place, _, head, _, row = tables.TABLES["time-to-target"]().splitlines()
+    (tmp_path / f"{file}.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    place, _, head, _, row = tables.TABLES[name]().splitlines()
     assert place == "2-core AMD EPYC, torch 2.15"
     assert head.startswith("| K | method | H | p | final loss | steps to the target |")
     assert row == "| 2 | DDP |  |  | 1.0000 | 40 | 20 | 4.0 | 1.00 | 100.0 | 2.0 | 2.00 x |"

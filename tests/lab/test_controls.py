@@ -3,7 +3,7 @@
 import pytest
 
 from palsgd.lab import workloads
-from palsgd.lab.controls import CONTROLS, controls_for, find_controls
+from palsgd.lab.controls import CONTROLS, controls_beside, controls_for, find_controls
 from palsgd.lab.groups import group
 from palsgd.lab.run_folder import find_runs
 from palsgd.lab.run_list import compared_runs, with_controls, with_seeds
@@ -116,3 +116,10 @@ def test_controls_are_found_by_their_settings_whatever_their_folders_are_called(
         "equal-gradients": "diloco", "accumulated": "ddp",
     }  # fmt: skip
     assert list(found) == [subject], "neither the one that does not pull, nor the one without any"
+    everyone = controls_beside(groups)
+    assert everyone[subject] == found[subject]
+    (plain,) = [each for each in everyone if each is not subject]
+    assert plain is next(twin for each, twin in found[subject].items() if each.suffix == "no-pull")
+    assert everyone[plain] == {
+        recipe: twin for recipe, twin in found[subject].items() if recipe.suffix != "no-pull"
+    }, "the one that does not pull is beside its other controls"

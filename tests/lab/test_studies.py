@@ -202,6 +202,40 @@ def test_above_the_plain_method_is_what_has_the_same_number_of_workers(modules, 
             assert (twin.method, twin.settings["workers"]) == ("diloco", each.settings["workers"])
 
 
+@pytest.mark.slow
+def test_every_point_of_a_map_is_beside_its_controls_and_each_of_these_is_run_once(
+    modules, tmp_path
+):
+    calls, study = modules("calls"), modules("study")
+    common = dict(recipe="digits", seeds=2)
+    size = dict(workers=2, steps=16, batch_size=4, sync_every=8, warmup_steps=0)
+    mixing = calls.Sweep(name="palsgd", settings=size | {"pull": [0.0, 0.5], "mix_prob": [0.25]},
+                         **common)  # fmt: skip
+    beside = calls.Controls(name="controls", of=mixing, wanted=("raised-lr", "equal-gradients"),
+                            **common)  # fmt: skip
+    raised, equal = (each for each in beside.points().values() if each.seed == 2023)
+    (own,) = (each for each in mixing.points().values() if each.seed == 2023 and each.pull == 0.5)
+    assert raised.lr == pytest.approx(own.lr / 0.75)
+    assert (equal.sync_every, equal.steps, equal.lr) == (6, 12, own.lr)
+    parts = [study.Part("only", "Does it run?", [mixing, beside])]
+    small = study.Study("small", "A small study", lambda tiny: parts, [])
+    record = tmp_path / "record"
+    assert study.main(small, ["--quiet", "--out", str(tmp_path / "out"), "--record",
+                              str(record)]) == 0  # fmt: skip
+    found = json.loads((record / "summary.json").read_text())["parts"]["only"]
+    assert found["runs"] == {"done": 8, "planned": 8, "failed": []}
+    rows = {row["given"]["pull"]: row for row in found["settings"] if row["method"] == "palsgd"}
+    assert set(rows[0.0]["over_controls"]) == {"raised-lr", "equal-gradients"}
+    assert set(rows[0.5]["over_controls"]) == {"raised-lr", "equal-gradients", "no-pull"}
+    losses = {
+        (row["method"], row["given"]["sync_every"], row["given"]["pull"]): row["loss"]["value"]
+        for row in found["settings"]
+        if row["given"]["lr"] == own.lr
+    }
+    above = losses["palsgd", 8, 0.0] / losses["diloco", 6, None] - 1
+    assert rows[0.0]["over_controls"]["equal-gradients"]["value"] == pytest.approx(above)
+
+
 def test_a_record_of_more_parts_or_of_another_study_is_not_written_over(modules, tmp_path):
     part, own = small_grid_study(modules)
     args = SimpleNamespace(record=tmp_path, tiny=False, length=1.0)

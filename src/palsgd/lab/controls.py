@@ -155,7 +155,20 @@ def controls_for(
 
 def find_controls(groups: list[Group]) -> dict[Group, dict[Recipe, Group]]:
     """For each group of a mixing method the groups that are its controls, whatever they are there
-    for: the plain method with the same settings is an opponent and a control."""
+    for: the plain method with the same settings is an opponent and a control. One that does not
+    pull is its own control, and has none here."""
+    return {own: there for own, there in _there(groups).items() if own not in there.values()}
+
+
+def controls_beside(groups: list[Group]) -> dict[Group, dict[Recipe, Group]]:
+    """The same, with those that do not pull: all of their controls but themselves."""
+    return {
+        own: {recipe: each for recipe, each in there.items() if each is not own}
+        for own, there in _there(groups).items()
+    }
+
+
+def _there(groups: list[Group]) -> dict[Group, dict[Recipe, Group]]:
     settings = {group: _settings(group) for group in groups}
     by_program = {
         program(own): group for group, own in reversed(settings.items()) if own is not None
@@ -164,7 +177,7 @@ def find_controls(groups: list[Group]) -> dict[Group, dict[Recipe, Group]]:
     for group, own in settings.items():
         made = {} if own is None or mixed_share(own) == 0 else _programs(own)
         there = {recipe: by_program[each] for recipe, each in made.items() if each in by_program}
-        if there and group not in there.values():  # one that does not pull is its own control
+        if there:
             found[group] = there
     return found
 
