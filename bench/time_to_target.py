@@ -249,10 +249,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"of {', '.join(names)}")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--rate", default=STATED["rate"], help="of the links, each way")
+    parser.add_argument("--rate", help=f"of the links, each way; default: {STATED['rate']}")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     add_record_options(parser)
     args = parser.parse_args()
+    if args.tiny and args.rate is not None:
+        parser.error("--tiny does without links, and takes no --rate")
+    args.rate = args.rate or STATED["rate"]
     try:
         Link(args.rate)
     except ValueError as error:

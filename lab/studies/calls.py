@@ -189,6 +189,9 @@ class Controls(Call):
     of: Sweep
     wanted: Sequence[str]
 
+    def shortened(self, share: float) -> Self:
+        return replace(self, of=self.of.shortened(share))
+
     def stages(self) -> list[list[Settings]]:
         return [list(self.points().values())]
 

@@ -6,6 +6,7 @@ stable (lab/records/2026-11-17-gpt-neo-125m), so that a third of it is tried too
 """
 
 from calls import Call, Compare
+from estimates import STORY
 from gpt_neo_8m import OF_CORPUS
 from hardware import links
 from readings import ends, to_target
@@ -47,7 +48,7 @@ STUDY = Study(
         Claim("none at another learning rate: steps", "gentle", to_target("diloco", "palsgd")),
         Claim("none at another learning rate: losses", "gentle", ends(*METHODS)),
     ],
-    links=links(B, 8, of_stories(GPT_125M, 32)),
+    links=links(B, 8, of_stories(GPT_125M, 32, STORY)),
 )  # fmt: skip
 
 if __name__ == "__main__":

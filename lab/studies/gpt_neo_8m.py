@@ -12,7 +12,7 @@ warm-up, which leaves them something to learn and makes three seeds affordable.
 """
 
 from calls import Call, Compare, Sweep, tuned_comparison
-from hardware import of_gpt_neo_8m
+from hardware import TINY_STORY, of_gpt_neo_8m
 from readings import along, ends, mean_and_variance, to_target
 from study import Claim, Part, Study, main
 
@@ -91,7 +91,7 @@ def parts(tiny: bool) -> list[Part]:
         Part("tuned", "Which method is ahead if each has its own settings?", tuned(tiny),
              of_gpt_neo_8m(16)),
         Part("corpus", "Is it the same on real stories, with the batch scaled to their number?",
-             corpus(tiny), of_gpt_neo_8m(16)),
+             corpus(tiny), of_gpt_neo_8m(16, tokens=TINY_STORY)),
         Part("eta", "What does the strength of mixing do to the loss?",
              swept(tiny, "eta", mix_rate=[0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]),
              of_gpt_neo_8m(32)),

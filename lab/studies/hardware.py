@@ -1,8 +1,11 @@
 """Where the times of a study are projected: on the cluster that the paper used, and on two slower
 links between workers with the same GPUs."""
 
+from estimates import STORY
+
 from palsgd.lab.plan.paper import GPT_8M, A, B, Machine, of_stories
 
+TINY_STORY = 300  # tokens of a row of TinyStories; STORY has those of endless stories
 VGG_16 = 2.6e9  # operations of its gradient for a picture of 32 x 32, six for each product
 SLOWER = ("1gbit,1ms", "100mbit,10ms")
 
@@ -13,6 +16,6 @@ def links(machine: Machine, workers: int, operations: float) -> tuple[str, ...]:
     return machine.link(workers, operations), *(f"{link},{step}" for link in SLOWER)
 
 
-def of_gpt_neo_8m(stories: int, workers: int = 8) -> tuple[str, ...]:
+def of_gpt_neo_8m(stories: int, workers: int = 8, tokens: int = STORY) -> tuple[str, ...]:
     """The paper has eight workers on its cluster B and four on A; `stories` are a worker's."""
-    return links(B if workers == 8 else A, workers, of_stories(GPT_8M, stories))
+    return links(B if workers == 8 else A, workers, of_stories(GPT_8M, stories, tokens))

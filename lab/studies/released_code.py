@@ -8,7 +8,7 @@ GPT-Neo, and four fifths of GPT-Neo-8M.
 
 from calls import Call, Compare
 from gpt_neo_8m import REAL
-from hardware import of_gpt_neo_8m
+from hardware import TINY_STORY, of_gpt_neo_8m
 from readings import ends, to_target
 from released_methods import FIRST_TENSOR, PRINTED, RELEASED
 from study import Claim, Part, Study, main
@@ -79,7 +79,7 @@ STUDY = Study(
         Claim("none: losses at the end, a million weights", "gentle", ends(*_ALL)),
         Claim("none: losses at the end, digits", "digits", ends(*_ALL)),
     ],
-    links=of_gpt_neo_8m(16),
+    links=of_gpt_neo_8m(16, tokens=TINY_STORY),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -93,8 +93,7 @@ STUDY = Study(
         Claim("none: the same where shards differ", "small-statistics",
               along("buffers", "diloco", "palsgd", sharding="dirichlet:0.1")),
     ],
-    # As if the photographs were of ImageNet's size, 224 x 224.
-    links=links(C, 4, of_photographs(64)),
+    links=links(C, 4, of_photographs(64, pixels=96)),
 )  # fmt: skip
 
 if __name__ == "__main__":

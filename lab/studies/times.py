@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hardware import VGG_16, links, of_gpt_neo_8m
+from estimates import STORY
+from hardware import TINY_STORY, VGG_16, links, of_gpt_neo_8m
 from recording import GIVEN, RUNS
 
 from palsgd.cluster import Cluster, Work
@@ -60,11 +61,13 @@ SUBJECTS = (
     Subject("small-cnn-K", "2026-11-17-small-cnn", ("workers",), _assumed("10ms")),
     Subject("stories-H", "2026-11-16-when-it-pays", ("H16", "H64", "H256"), _assumed("50ms")),
     Subject("stories-p", "2026-11-16-when-it-pays", ("strength",), _assumed("50ms"), "H16"),
-    Subject("resnet50", "2026-11-18-resnet50", ("target",), links(C, 4, of_photographs(64))),
-    Subject("gpt-neo-8m", "2026-11-16-gpt-neo-8m", ("corpus",), of_gpt_neo_8m(16)),
+    Subject("resnet50", "2026-11-18-resnet50", ("target",),
+            links(C, 4, of_photographs(64, pixels=96))),
+    Subject("gpt-neo-8m", "2026-11-16-gpt-neo-8m", ("corpus",),
+            of_gpt_neo_8m(16, tokens=TINY_STORY)),
     Subject("gpt-neo-8m-endless", "2026-11-17-gpt-neo-8m-endless", ("main",), of_gpt_neo_8m(256)),
     Subject("gpt-neo-125m", "2026-11-17-gpt-neo-125m", ("main",),
-            links(B, 8, of_stories(GPT_125M, 32))),
+            links(B, 8, of_stories(GPT_125M, 32, STORY))),
 )  # fmt: skip
 
 
@@ -176,8 +179,8 @@ SHAPES = (
           {"H": INTERVALS[:4], "p": (0.025, 0.05, 0.1, 0.25, 0.5)}),
     Shape("GPT-Neo-125M", B, GPT_125M, of_stories(GPT_125M, 256), 8, 16, 0.1, {"H": (16, 64)}),
     Shape("ResNet-50", C, RESNET_50, of_photographs(64), 4, 64, 0.05, {"H": (64,)}),
-    Shape("VGG-16", C, 134_301_514, 128 * VGG_16, 4, 128, 0.05,
-          {"H": INTERVALS, "workers": WORKERS}),
+    Shape("VGG-16", C, 134_301_514, 128 * VGG_16, 4, 128, 0.05, {"H": INTERVALS}),
+    Shape("VGG-16, batch 256", C, 134_301_514, 256 * VGG_16, 4, 128, 0.05, {"workers": WORKERS}),
 )  # fmt: skip
 
 

@@ -207,6 +207,13 @@ def test_a_headline_makes_no_gain_of_what_a_method_ends_with_in_its_warm_up(tmp_
     assert "2.02, it reaches in its warm-up, until when both are one method" in said
 
 
+def test_a_headline_makes_no_gain_of_a_target_that_takes_no_time(tmp_path):
+    for method, loss in (("ddp", 1.0), ("palsgd", 1.1)):
+        lines = [runs.line(step, loss=loss, metric=0.0) for step in (0, 100)]
+        write(tmp_path / method, [], lines=lines, method=method, target=5.0, simulated=True)
+    assert "PALSGD reaches DDP's loss at once, with" in over_a_link(tmp_path)
+
+
 def test_a_headline_and_sentences_say_that_a_stated_target_is_reached_by_the_method_alone(tmp_path):
     write(tmp_path / "ddp", [4.0, 3.0, 2.0], method="ddp", target=1.5, simulated=True)
     write(tmp_path / "palsgd", [4.0, 1.0, 1.0], target=1.5, warmup_steps=200, simulated=True)

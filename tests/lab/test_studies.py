@@ -217,6 +217,8 @@ def test_every_point_of_a_map_is_beside_its_controls_and_each_of_these_is_run_on
     (own,) = (each for each in mixing.points().values() if each.seed == 2023 and each.pull == 0.5)
     assert raised.lr == pytest.approx(own.lr / 0.75)
     assert (equal.sync_every, equal.steps, equal.lr) == (6, 12, own.lr)
+    shorter = next(iter(beside.shortened(0.5).points().values()))
+    assert shorter.steps == 8, "with its point"
     parts = [study.Part("only", "Does it run?", [mixing, beside])]
     small = study.Study("small", "A small study", lambda tiny: parts, [])
     record = tmp_path / "record"

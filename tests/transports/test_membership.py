@@ -9,7 +9,7 @@ import torch.distributed as dist
 from palsgd.transports.elastic import membership
 from palsgd.transports.elastic.board import Board, Start
 from palsgd.transports.elastic.membership import Membership
-from palsgd.transports.requests import RepeatError
+from palsgd.transports.requests import LeftOutError, RepeatError
 from support.patience import patient
 
 
@@ -25,10 +25,10 @@ class Interrupted(Board):
         return found
 
 
-def worker(board, number=None, founders=1):
+def worker(board, number=None, founders=1, deadline=None):
     """One of the workers of a run that so many begin: one of these, or a newcomer."""
     start = Start(board.store, number, founders)
-    return Membership(board, start, min_workers=1, deadline=None, timeout=patient(30))
+    return Membership(board, start, min_workers=1, deadline=deadline, timeout=patient(30))
 
 
 def beside(call, *args, **more):
@@ -43,6 +43,17 @@ def beside(call, *args, **more):
         return found[0]
 
     return result
+
+
+def newcomer_for(board, wish, founders=2, heard=1):
+    """One that would like to have this number and waits to be let in, and what it waits for."""
+    found = worker(board, wish, founders)
+    joined = beside(found.join, fresh=True)
+    until = time.monotonic() + patient(10)
+    while board.read(f"newcomer {heard}") is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return found, joined
 
 
 class Admitting:
@@ -107,12 +118,7 @@ def test_a_newcomer_takes_the_place_of_a_worker_that_dies_after_the_newcomer_was
     board = Board(dist.HashStore())
     first = beside(worker, board, 0, 2)
     other, dying = worker(board, 1, 2), first()
-    newcomer = worker(board, 0, 2)
-    joined = beside(newcomer.join, fresh=True)
-    until = time.monotonic() + patient(10)
-    while board.read("newcomer 1") is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    newcomer, joined = newcomer_for(board, 0)
     met = beside(dying.meet, "the sync", patient=True)
     other.meet("the sync", patient=True)
     met()
@@ -125,3 +131,47 @@ def test_a_newcomer_takes_the_place_of_a_worker_that_dies_after_the_newcomer_was
     joined()
     assert newcomer.number == 0
     assert newcomer.members == other.members == [0, 1]
+
+
+def two_of_whom_one_is_late():
+    """Workers 0 and 1 that have met once; from now on worker 1 comes too late."""
+    board = Board(dist.HashStore())
+    first = beside(worker, board, 0, 2, deadline=patient(0.3))
+    late = worker(board, 1, 2)
+    there = first()
+    met = beside(late.meet, "the sync", patient=True)
+    there.meet("the sync", patient=True)
+    met()
+    return board, there, late
+
+
+def test_a_worker_that_is_only_late_keeps_its_number_from_newcomers():
+    board, there, late = two_of_whom_one_is_late()
+    newcomer, joined = newcomer_for(board, 1)
+    there.meet("the sync", patient=False)
+    assert there.members == [0], "worker 1 is late"
+    there.admit()
+    joined()
+    assert newcomer.number == 2
+    late._bell.close()
+
+
+def test_a_worker_that_comes_too_late_says_nothing_under_a_number_that_another_has():
+    board, there, late = two_of_whom_one_is_late()
+    there.meet("the sync", patient=False)
+    newcomer, joined = newcomer_for(board, 1)
+    there.meet("the next", patient=False)
+    there.admit()
+    joined()
+    assert newcomer.number == 1, "nobody has it any more"
+    met = beside(newcomer.meet, "the one after", patient=True)
+    until = time.monotonic() + patient(10)
+    while board.read("come 1") != newcomer.meeting:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(LeftOutError):
+        late.meet("the sync", patient=True)
+    assert board.read("come 1") == newcomer.meeting
+    there._bell.close()
+    met()
+    assert newcomer.members == [1], "it goes on alone"

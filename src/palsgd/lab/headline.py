@@ -69,7 +69,10 @@ def _goal(comparison: Comparison, row: ToTarget, base: Group) -> str:
     theirs = next(each for each in comparison.to_target() if each.group is base)
     if not theirs.reached:  # a target that was stated
         return f"{name} {_number(row.target.value)}, which {title} never does"
-    return f"{title}'s {name} {EARLY if row.in_warmup else _sooner(row.speed_ups['time_s'])}"
+    if row.in_warmup:
+        return f"{title}'s {name} {EARLY}"
+    faster = row.speed_ups.get("time_s")  # none where it takes no time
+    return f"{title}'s {name} {'at once' if faster is None else _sooner(faster)}"
 
 
 def _sooner(faster: Interval | None) -> str:

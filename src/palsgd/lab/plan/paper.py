@@ -133,14 +133,14 @@ GPT_8M, GPT_125M, RESNET_50 = 8_054_656, 124_412_160, 25_557_032  # parameters
 _STORIES, _IMAGES = 15 * 2_119_719 / 2048, 90 * 1_281_167 / 256
 
 
-def of_stories(parameters: int, stories: int) -> float:
-    """The operations of a transformer's gradient."""
-    return 6.0 * parameters * stories * 300
+def of_stories(parameters: int, stories: int, tokens: int = 300) -> float:
+    """The operations of a transformer's gradient of so many stories of so many tokens."""
+    return 6.0 * parameters * stories * tokens
 
 
-def of_photographs(count: int) -> float:
-    """Those of ResNet-50's."""
-    return 24.5e9 * count
+def of_photographs(count: int, pixels: int = 224) -> float:
+    """Those of ResNet-50's, of so many photographs with so many pixels on each side."""
+    return 24.5e9 * (pixels / 224) ** 2 * count
 
 
 PUBLISHED = (

@@ -152,32 +152,37 @@ class Membership:
         """
         self._bell.answer()
         self.meeting += 1
+        note = self._board.read(f"roster {self.meeting}")
+        if note is None:  # else this worker is late, and another one may have its number by now
+            self._check_passed()
+            note = self._come(position, patient)
+        self._take(Roster.of_note(note), position)
+
+    def _come(self, position: str, patient: bool) -> dict[str, Any]:
         key, members = f"roster {self.meeting}", self.members
         self._board.note(f"come {self.number}", self.meeting)
         if self._board.count(f"came {self.meeting}") == len(members):
-            note = self._board.decide(key, self._proposal(members, position))
-        else:
-            limited = self._deadline is not None and not patient
-            until = time.monotonic() + (self._deadline or 0.0) if limited else None
-            note = self._decided(
-                key, "come", lambda present: self._proposal(present, position), until
-            )
-        self._take(Roster.of_note(note), position)
+            return self._board.decide(key, self._proposal(members, position))
+        limited = self._deadline is not None and not patient
+        until = time.monotonic() + (self._deadline or 0.0) if limited else None
+        return self._decided(key, "come", lambda present: self._proposal(present, position), until)
 
     def _proposal(self, present: list[int], position: str) -> dict[str, Any]:
         """The roster of a meeting to which these members have come. Newcomers that have waited
         since the last one are numbered anew: the worker whose place one of them takes may have been
-        there then, and be gone now."""
+        there then, and be gone now. One that is only late keeps its number."""
         old, heard = self.roster, self.roster.heard
         asking = [(n.wish, n.address, n.ticket, n.fresh) for n in old.newcomers]
         while (found := self._board.read(f"newcomer {heard + 1}")) is not None:
             heard += 1
             wish, host, port, fresh = found
             asking.append((wish, (host, port), heard, fresh))
+        absent = {n: address for n, address in old.members.items() if n not in present}
+        taken = present + [n for n, address in absent.items() if answers(address) is not False]
         waiting: list[Newcomer] = []
         for wish, address, ticket, fresh in asking:
             if answers(address) is not False:
-                number = _free(wish, [*present, *(n.number for n in waiting)])
+                number = _free(wish, [*taken, *(n.number for n in waiting)])
                 waiting.append(Newcomer(number, wish, address, ticket, fresh))
         members = {number: old.members[number] for number in present}
         return Roster(members, waiting, heard, position).as_note()
