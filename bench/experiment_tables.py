@@ -334,6 +334,7 @@ def chaos() -> str:
 
 TIMES = "2026-11-18-times"
 VARIED = {"workers": "K", "sync_every": "H", "mix_prob": "p", "pull": "pull"}
+CONTROLS = "2026-11-18-digits-controls"
 PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
 SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
 READINGS = {  # of PALSGD, as the labels of their settings say them
@@ -354,6 +355,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "small-cnn": small_cnn,
     "pull-map": partial(pull_map, PAYS, "strength", 2),
     "pull-map-digits": partial(pull_map, PAYS_DIGITS, "digits-strength", 1),
+    "controls-digits": partial(controls_map, CONTROLS, "digits-strength", 1),
+    "optimizers-digits": partial(optimizers_map, CONTROLS, "digits-optimizers"),
     "room": partial(room_map, PAYS, *INTERVALS),
     "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
     "shards-digits": partial(shards_map, "2026-11-17-digits-shards", "digits-shards"),
