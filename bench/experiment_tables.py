@@ -1,7 +1,6 @@
 """Tables of the experiments of lab/LOG.md, from lab/records; `tables.py` puts them into pages."""
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -111,20 +110,17 @@ def controls_map(name: str, part: str, digits: int) -> str:
 def optimizers_map(name: str, part: str) -> str:
     """The lowest mean loss of each pair of optimizers, with the learning rates that it has them
     at."""
-    best: dict[tuple[str, str], Record] = {}
+    tried: dict[str, dict[str, list[Record]]] = {}
     for row in experiment(name)["parts"][part]["settings"]:
-        pair = row["given"]["inner"], row["given"]["outer"]
-        lowest = best[pair]["loss"]["value"] if pair in best else math.inf
-        if row["loss"]["value"] < lowest:
-            best[pair] = row
-    inners, outers = (list(dict.fromkeys(pair[i] for pair in best)) for i in range(2))
-    rows = [(inner, *(_pair(best.get((inner, outer))) for outer in outers)) for inner in inners]
+        given = row["given"]
+        tried.setdefault(given["inner"], {}).setdefault(given["outer"], []).append(row)
+    outers = list(next(iter(tried.values())))
+    rows = [(inner, *(_best(own[outer]) for outer in outers)) for inner, own in tried.items()]
     return markdown(("inner", *(f"outer {outer}" for outer in outers)), rows)
 
 
-def _pair(row: Record | None) -> str:
-    if row is None:
-        return "never finite"
+def _best(rows: list[Record]) -> str:
+    row = min(rows, key=lambda each: each["loss"]["value"])
     value, low, high = (row["loss"][key] for key in ("value", "low", "high"))
     rates = f"{row['given']['lr']:g}, {row['given']['outer_lr']:g}"
     return f"{value:.4f} [{low:.4f}, {high:.4f}] at {rates}"
@@ -261,7 +257,7 @@ def accuracies(name: str, part: str) -> str:
 def times_table(subject: str, varied: tuple[str, ...], *, over: str = "", **only: Any) -> str:
     """Projected seconds to DDP's quality at its end, or to the method's own, and how many times
     sooner than DDP has the same. `over`: the name of the paper's cluster, if there is one."""
-    found = experiment(TIMES)["subjects"][subject]
+    found = experiment(PROJECTED)["subjects"][subject]
     columns = [VARIED[name] for name in varied]
     rows: dict[str, list[tuple[str, ...]]] = {}  # by method, in the order of their first ones
     for row in found["rows"]:
@@ -311,7 +307,7 @@ def step_shares() -> str:
     rows = [
         (row["workload"], str(row["workers"]), str(row["H"]), f"{row['p']:g}",
          *(f"{share:.2g}" for share in row["share"].values()))
-        for row in experiment(TIMES)["steps"]
+        for row in experiment(PROJECTED)["steps"]
     ]  # fmt: skip
     rows = list(dict.fromkeys(rows))  # the usual point is one of each figure
     columns = ("workload", "K", "H", "p", "the paper's cluster", "1 Gbit/s", "100 Mbit/s")
@@ -332,9 +328,9 @@ def chaos() -> str:
     return markdown([*shown.values()], [[str(tally[name]) for name in shown] for tally in tallies])
 
 
-TIMES = "2026-11-18-times"
+PROJECTED = "2026-11-18-times"
 VARIED = {"workers": "K", "sync_every": "H", "mix_prob": "p", "pull": "pull"}
-CONTROLS = "2026-11-18-digits-controls"
+DIGITS = "2026-11-18-digits-controls"
 PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
 SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
 READINGS = {  # of PALSGD, as the labels of their settings say them
@@ -355,8 +351,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "small-cnn": small_cnn,
     "pull-map": partial(pull_map, PAYS, "strength", 2),
     "pull-map-digits": partial(pull_map, PAYS_DIGITS, "digits-strength", 1),
-    "controls-digits": partial(controls_map, CONTROLS, "digits-strength", 1),
-    "optimizers-digits": partial(optimizers_map, CONTROLS, "digits-optimizers"),
+    "controls-digits": partial(controls_map, DIGITS, "digits-strength", 1),
+    "optimizers-digits": partial(optimizers_map, DIGITS, "digits-optimizers"),
     "room": partial(room_map, PAYS, *INTERVALS),
     "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
     "shards-digits": partial(shards_map, "2026-11-17-digits-shards", "digits-shards"),

@@ -25,7 +25,7 @@ from study import Part, Place, Study
 from palsgd import registry
 from palsgd.lab.atomic import atomic_path
 from palsgd.lab.comparison import Comparison, Final, ToTarget
-from palsgd.lab.controls import controls_beside
+from palsgd.lab.controls import Recipe, controls_beside
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.judging.robustness import FIELDS, robustness
@@ -38,17 +38,8 @@ from palsgd.lab.run_folder import write_json
 
 RUNS = "runs.tar.xz"
 # Settings that a record says.
-GIVEN = (
-    "workers",
-    "inner",
-    "outer",
-    *FIELDS,
-    "mix_prob",
-    "mix_rate",
-    "pull",
-    "sharding",
-    "buffers",
-)
+GIVEN = ("workers", "inner", "outer", *FIELDS, "mix_prob", "mix_rate", "pull", "sharding",
+         "buffers")  # fmt: skip
 MOST_CURVES = 40
 # Figures that say how runs went, not how they ended; and axes that repeat another one's.
 LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss", "map"), ("examples", "bytes_sent")
@@ -155,15 +146,20 @@ def part_record(study: Study, part: Part, place: Place, found: Comparison | None
         about["grids"] = {name: _grid_record(own) for name, own in grids.items()}
     if found is None:
         return about
+    beside = controls_beside(found.groups)
     return about | {
         "verdicts": found.verdicts,
-        "settings": [_settings_record(found, row) for row in found.finals()],
+        "settings": [
+            _settings_record(found, row, beside.get(row.group, {})) for row in found.finals()
+        ],
         "robustness": _robustness(found),
         "time": {link: _times(place.comparison(part, link)) for link in part.links or study.links},
     }
 
 
-def _settings_record(found: Comparison, row: Final) -> dict[str, Any]:
+def _settings_record(
+    found: Comparison, row: Final, controls: dict[Recipe, Group]
+) -> dict[str, Any]:
     reached = {each.group: each for each in found.to_target()}
     return {
         "label": row.group.label,
@@ -177,14 +173,15 @@ def _settings_record(found: Comparison, row: Final) -> dict[str, Any]:
         "equal": {axis: each.as_dict() for axis, each in row.equal.items()},
         "totals": row.totals,
         "to_target": _costs(reached.get(row.group)),
-        "over_controls": _over_controls(found, row.group),
+        "over_controls": _over_controls(found, row.group, controls),
         "over_plain": _over_its_plain(found, row.group),
     }
 
 
-def _over_controls(found: Comparison, group: Group) -> dict[str, Any]:
+def _over_controls(
+    found: Comparison, group: Group, controls: dict[Recipe, Group]
+) -> dict[str, Any]:
     """How much a mixing method ends above each of its controls, by what is said of the control."""
-    controls = controls_beside(found.groups).get(group, {})
     differences = {each.suffix: found.difference(group, own) for each, own in controls.items()}
     return {name: each.as_dict() for name, each in differences.items() if each is not None}
 

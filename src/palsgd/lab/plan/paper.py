@@ -46,9 +46,13 @@ class Machine:
     def step_s(self, operations: float) -> float:
         return operations / (self.peak * EFFICIENCY)
 
+    def latency_s(self, workers: int) -> float:
+        """Of a hop, so that a ring of them takes what it takes to start an all-reduce."""
+        return MESSAGE_S / ring_hops(workers)
+
     def link(self, workers: int, operations: float) -> str:
         """As `--link` takes it, with the step of a gradient of so many operations."""
-        latency_us = 1e6 * MESSAGE_S / ring_hops(workers)
+        latency_us = 1e6 * self.latency_s(workers)
         step_ms = 1e3 * self.step_s(operations)
         return f"{self.rate / 1e9:g}gbit,{latency_us:.3g}us,step={step_ms:.4g}ms,all_reduce=ring"
 
@@ -78,7 +82,7 @@ class Published:
     def place(self) -> Cluster:
         return Cluster(
             workers=self.workers, step=self.step_s, rate=self.machine.rate,
-            latency=MESSAGE_S / ring_hops(self.workers), all_reduce="ring",
+            latency=self.machine.latency_s(self.workers), all_reduce="ring",
         )  # fmt: skip
 
     def torch_ddp_s(self) -> float:
