@@ -1,12 +1,17 @@
 """Tables of the experiments of lab/LOG.md, from lab/records; `tables.py` puts them into pages."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from markdown_table import markdown
+
+from palsgd.lab.judging.interval import of_mean
+from palsgd.lab.judging.robustness import FIELDS, NEAR, TRAINS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 EXPERIMENTS = REPOSITORY / "lab" / "records"
@@ -140,6 +145,66 @@ def room_map(name: str, *parts: str) -> str:
                              "" if above is None else share(above, 1)))  # fmt: skip
     columns = ("H", "method", "best loss", "points within 3% of it", "over DiLoCo, mean of points")
     return markdown(columns, rows)
+
+
+def grid_map(name: str, part: str) -> str:
+    """Of one grid for all methods, by H: how many of its points train well, and how far above
+    DiLoCo a method ends where DiLoCo trains."""
+    found: dict[int, dict[str, list[Record]]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        own = found.setdefault(row["given"]["sync_every"], {})
+        own.setdefault(_variant(row), []).append(row)
+    cells = []
+    for h, variants in sorted(found.items()):
+        best = min(_loss(row) for own in variants.values() for row in own)
+        trains = {_point(row) for row in variants["diloco"] if _loss(row) < TRAINS * best}
+        for variant, own in variants.items():
+            losses = list(map(_loss, own))
+            near = sum(loss <= (1 + NEAR) * best for loss in losses)
+            trained = sum(loss < TRAINS * best for loss in losses)
+            above = [row["over_plain"]["value"] for row in own
+                     if row["over_plain"] is not None and _point(row) in trains]  # fmt: skip
+            over = (share(of_mean(above).as_dict(), 1), f"{max(above):+.0%}") if above else ("", "")
+            cells.append((str(h), variant, f"{min(losses):.4f}", f"{near} of {len(own)}",
+                          f"{trained} of {len(own)}", *over))  # fmt: skip
+    columns = ("H", "method", "best loss", f"within {NEAR:.0%} of the best of all", "train",
+               "over DiLoCo, mean of points", "the worst of these")  # fmt: skip
+    return markdown(columns, cells)
+
+
+def _variant(row: Record) -> str:
+    """The method with what makes it strong."""
+    given = row["given"]
+    strength = [f"{key} {given[key]:g}" for key in ("pull", "decay") if given.get(key) is not None]
+    return ", ".join([row["method"], *strength])
+
+
+def _loss(row: Record) -> float:
+    """Infinite where a seed did not end with a finite loss."""
+    value = row["loss"]["value"]
+    return math.inf if value is None else value
+
+
+def _point(row: Record) -> tuple[float, ...]:
+    return tuple(row["given"][field] for field in FIELDS)
+
+
+def published_map(name: str, part: str, varied: str) -> str:
+    """What PALSGD ends above DiLoCo against eta at one p, or against p at one eta, by learning rate
+    and H."""
+    other, head = {"mix_rate": ("mix_prob", "eta"), "mix_prob": ("mix_rate", "p")}[varied]
+    found = [row for row in experiment(name)["parts"][part]["settings"]
+             if row["over_plain"] is not None]  # fmt: skip
+    fixed = mode(row["given"][other] for row in found)
+    columns: dict[tuple[float, int], dict[float, str]] = {}
+    for given, over in ((row["given"], row["over_plain"]) for row in found):
+        if given[other] == fixed:
+            own = columns.setdefault((given["lr"], given["sync_every"]), {})
+            own[given[varied]] = share(over, 1)
+    columns = {place: own for place, own in sorted(columns.items()) if len(own) > 1}
+    values = sorted({value for own in columns.values() for value in own})
+    rows = [(f"{value:g}", *(own.get(value, "") for own in columns.values())) for value in values]
+    return markdown((head, *(f"lr {lr:g}, H = {h}" for lr, h in columns)), rows)
 
 
 def at_their_best(name: str, *parts: str) -> str:

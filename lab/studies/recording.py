@@ -38,8 +38,8 @@ from palsgd.lab.run_folder import write_json
 
 RUNS = "runs.tar.xz"
 # Settings that a record says.
-GIVEN = ("workers", "inner", "outer", *FIELDS, "mix_prob", "mix_rate", "pull", "sharding",
-         "buffers")  # fmt: skip
+GIVEN = ("workers", "inner", "outer", *FIELDS, "mix_prob", "mix_rate", "pull", "decay",
+         "sharding", "buffers")  # fmt: skip
 MOST_CURVES = 40
 # Figures that say how runs went, not how they ended; and axes that repeat another one's.
 LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss", "map"), ("examples", "bytes_sent")

@@ -151,6 +151,43 @@ def optimizers(task: Task) -> list[Call]:
     ]  # fmt: skip
 
 
+def room(task: Task) -> list[Call]:
+    """The robustness map: how much of one grid of learning rate, outer step, outer momentum and H
+    trains well, with equal points and seeds for every method. Nothing is chosen from it."""
+    grid = {"sync_every": list(task.intervals.values()), "lr": task.rates}
+    outer = grid | {"outer_lr": (0.4, 0.8), "outer_momentum": (0.0, 0.5, 0.9)}
+
+    def sweep(name: str, **more: Any) -> Call:
+        return Sweep(name=name, recipe=task.recipe, settings=task.size | {"method": [name]} | more,
+                     seeds=task.seeds // 2)  # fmt: skip
+
+    return [
+        sweep("palsgd", **outer, mix_prob=0.1, pull=(0.0, 0.25, 0.5)),
+        sweep("diloco", **outer),
+        sweep("anchordecay", **outer, decay=(0.003, 0.01)),
+        sweep("localsgd", **grid),
+    ]
+
+
+def as_published(task: Task) -> list[Call]:
+    """The figures of the paper's ablations: eta at one p, and p at one eta, in the paper's numbers.
+    At the higher learning rate the largest of them would overshoot the anchor."""
+    size = {key: value for key, value in (task.size | task.usual).items() if key != "lr"}
+    every = {"sync_every": list(task.intervals.values())}
+    etas = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
+    low, usual = 3e-3, 1e-2
+
+    def sweep(name: str, **more: Any) -> Call:
+        return Sweep(name=name, recipe=task.recipe, settings=size | every | more, seeds=task.seeds)
+
+    return [
+        sweep("eta-low", lr=low, mix_prob=0.1, mix_rate=etas),
+        sweep("eta", lr=usual, mix_prob=0.1, mix_rate=[eta for eta in etas if usual * eta <= 0.1]),
+        sweep("p", lr=low, mix_prob=(0.025, 0.05, 0.25, 0.5), mix_rate=4),
+        sweep("diloco", method=["diloco"], lr=(low, usual)),
+    ]
+
+
 def vision(tiny: bool) -> list[Call]:
     found = []
     for h in (8, 32) if tiny else (32, 128):
@@ -184,6 +221,8 @@ def parts(tiny: bool) -> list[Part]:
         Part(
             "digits-optimizers", "Which inner and outer optimizers go together?", optimizers(digits)
         ),
+        Part("digits-room", "How much of one grid of settings trains well?", room(digits)),
+        Part("digits-eta", "What do eta and p do, varied as the paper does?", as_published(digits)),
         longest.parts()[0],
         Part("vision", "The same question on pictures in colour", vision(tiny)),
     ]
