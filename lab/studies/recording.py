@@ -40,9 +40,8 @@ RUNS = "runs.tar.xz"
 # Settings that a record says.
 GIVEN = ("workers", "inner", "outer", *FIELDS, "mix_prob", "mix_rate", "pull", "decay",
          "sharding", "buffers")  # fmt: skip
-MOST_CURVES = 40
 # Figures that say how runs went, not how they ended; and axes that repeat another one's.
-LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss", "map"), ("examples", "bytes_sent")
+LEFT_OUT, LEFT_OUT_AXES = ("agreement", "distance", "train_loss"), ("examples", "bytes_sent")
 
 
 def write_record(
@@ -75,8 +74,8 @@ def write_record(
     else:
         keep_runs(parts, place, folder / RUNS)
     for part in parts:
-        if (found := compared[part.name]) is not None:
-            _write_figures(place.compared(part), folder / part.name, curves=len(found.groups))
+        if compared[part.name] is not None:
+            _write_figures(place.compared(part), folder / part.name)
         keep_tuned(part, place, folder / part.name)
 
 
@@ -277,15 +276,14 @@ def _calls(part: Part) -> list[dict[str, Any]]:
     return [{"kind": type(call).__name__.lower(), **asdict(call)} for call in part.calls]
 
 
-def _write_figures(runs: Sequence[Path], folder: Path, curves: int) -> None:
+def _write_figures(runs: Sequence[Path], folder: Path) -> None:
     """The report's figures of quality. `palsgd report` makes the page and the others from the
-    runs. Of too many curves there is no figure, as nobody could tell them apart."""
-    left_out = LEFT_OUT + (() if curves <= MOST_CURVES else ("loss-", "error-", "metric-"))
+    runs."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as elsewhere:
         page = write_report(runs, Path(elsewhere) / "report.html")
         for path in sorted((page.parent / "figures").glob("*.svg")):
-            if not path.stem.startswith(left_out) and not path.stem.endswith(LEFT_OUT_AXES):
+            if not path.stem.startswith(LEFT_OUT) and not path.stem.endswith(LEFT_OUT_AXES):
                 shutil.copy(path, folder / path.name)
 
 

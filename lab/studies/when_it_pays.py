@@ -151,14 +151,20 @@ def optimizers(task: Task) -> list[Call]:
     ]  # fmt: skip
 
 
+def few_evaluations(task: Task) -> dict[str, Any]:
+    """For parts of which the ends alone are judged: on a CPU they are most of a run's time."""
+    return {"evaluate_every": task.size["steps"] // 4}
+
+
 def room(task: Task) -> list[Call]:
     """The robustness map: how much of one grid of learning rate, outer step, outer momentum and H
     trains well, with equal points and seeds for every method. Nothing is chosen from it."""
     grid = {"sync_every": list(task.intervals.values()), "lr": task.rates}
     outer = grid | {"outer_lr": (0.4, 0.8), "outer_momentum": (0.0, 0.5, 0.9)}
+    size = task.size | few_evaluations(task)
 
     def sweep(name: str, **more: Any) -> Call:
-        return Sweep(name=name, recipe=task.recipe, settings=task.size | {"method": [name]} | more,
+        return Sweep(name=name, recipe=task.recipe, settings=size | {"method": [name]} | more,
                      seeds=task.seeds // 2)  # fmt: skip
 
     return [
@@ -173,7 +179,7 @@ def as_published(task: Task) -> list[Call]:
     """The figures of the paper's ablations: eta at one p, and p at one eta, in the paper's numbers.
     At the higher learning rate the largest of them would overshoot the anchor."""
     size = {key: value for key, value in (task.size | task.usual).items() if key != "lr"}
-    every = {"sync_every": list(task.intervals.values())}
+    every = {"sync_every": list(task.intervals.values())} | few_evaluations(task)
     etas = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
     low, usual = 3e-3, 1e-2
 

@@ -19,6 +19,7 @@ from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.about import facts, notes, values_of
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
+from palsgd.lab.report.drawn import drawn
 from palsgd.lab.report.figures import (
     Reference,
     Series,
@@ -53,6 +54,7 @@ class Section:
         self.line_styles: list[LineStyle] = line_styles(self.groups)
         self.labels = [each.label for each in self.groups]
         self.comparison = Comparison(self.groups, link)
+        self.drawn: list[Group] = drawn(self.comparison)
         self.unit = QualityUnit(self.comparison)
         timed = any(pace is not None for pace in self.comparison.paces.values())
         known = [axis for axis in AXES if timed or axis != "time_s"]
@@ -78,6 +80,11 @@ class Section:
         every = [line["metric"] for run in self.runs for line in run.evaluations]
         higher = bool(self.runs[0].config.get("higher_is_better"))
         return higher and all(0 <= value <= 1 for value in every if np.isfinite(value))
+
+    @property
+    def legend(self) -> list[tuple[int, str]]:
+        """The lines of the curves, by their numbers."""
+        return [(self.groups.index(each), each.label) for each in self.drawn]
 
     @property
     def headline(self) -> str | None:
@@ -126,9 +133,9 @@ class Section:
         return Panel(title, "axis", variants, _caption([each.curve.n for each in series]))
 
     def _series(self, quantity: str) -> Iterable[Series]:
-        number_of_points = max(60, min(_POINTS, 6 * _POINTS // len(self.groups)))
-        for number, each in enumerate(self.groups):
-            pace = self.comparison.paces[each]
+        number_of_points = max(60, min(_POINTS, 6 * _POINTS // len(self.drawn)))
+        for each in self.drawn:
+            pace, number = self.comparison.paces[each], self.groups.index(each)
             curve = average(each.runs, quantity, points=number_of_points, pace=pace)
             if curve is not None:
                 yield Series(number, each.label, self.line_styles[number], curve)
@@ -175,7 +182,8 @@ class Section:
         return Panel(title, "axis", variants, caption)
 
     def _speed_up(self, axis: str) -> Plot | None:
-        lines = speed_lines(self.comparison, list(judged(self.comparison)), axis, self.unit)
+        groups = [each for each in judged(self.comparison) if each in self.drawn]
+        lines = speed_lines(self.comparison, groups, axis, self.unit)
         if not lines:
             return None
         series = []
