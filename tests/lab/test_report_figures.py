@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from palsgd.lab.groups import group
 from palsgd.lab.report import find_runs, write_report
 from palsgd.lab.report.bars import draw_spent, draw_timelines
 from palsgd.lab.report.canvas import log_ticks
+from palsgd.lab.report.drawn import MOST, drawn
 from palsgd.lab.report.heat_maps import SHADES, best_of, heat_maps, in_words, shade_of
 from palsgd.lab.report.speedups import QualityUnit, noise_line, speed_lines
 from palsgd.lab.settings import Settings
@@ -116,6 +119,41 @@ def test_an_accuracy_is_shown_as_an_error(tmp_path):
     assert (unit.name, unit.falling) == ("error (1 - accuracy)", True)
     assert unit.shown(np.array(-0.9)) == pytest.approx(0.1)
     assert lines_of(tmp_path)["palsgd"].curve.x["level"][-1] == pytest.approx(0.1)
+
+
+# --- many settings
+
+
+def write_settings(folder, number):
+    """Of three methods, the first of which ends lowest with all of its settings."""
+    for at in range(number):
+        for method, least in (("anchordecay", 0.1), ("diloco", 0.4), ("localsgd", 0.8)):
+            write(folder / f"{method}{at}", [1.0, least + at / 100], method=method, lr=0.1 + at)
+
+
+def test_of_more_settings_than_can_be_told_apart_the_best_are_drawn(tmp_path):
+    write_settings(tmp_path, 20)
+    found = comparison(tmp_path)
+    ends = {each.label: next(iter(found.final_losses(each).values())) for each in drawn(found)}
+    assert len(ends) == MOST
+    best = {"anchordecay lr=0.1", "diloco lr=0.1", "localsgd lr=0.1"}
+    assert best < set(ends), "the best of each method, however far behind"
+    rest = sorted(value for label, value in ends.items() if label not in best)
+    assert rest == pytest.approx([*(0.1 + at / 100 for at in range(1, 20)), 0.41, 0.42])
+
+
+def test_a_page_with_lines_of_some_settings_says_so_and_has_buttons_for_these(
+    tmp_path, monkeypatch
+):
+    write_settings(tmp_path, 2)
+    assert "settings: the best of each method" not in page_of(tmp_path)
+    monkeypatch.setattr(sys.modules[drawn.__module__], "MOST", 4)
+    page = page_of(tmp_path)
+    assert "Lines of 4 of 6 settings: the best of each method" in page
+    buttons, lines = (set(re.findall(rf'<{tag} [^>]*data-line="(\d+)"', page))
+                      for tag in ("button", "g"))  # fmt: skip
+    assert len(buttons) == 4
+    assert lines == buttons
 
 
 # --- robustness maps
