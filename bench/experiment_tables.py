@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import mode
 from typing import Any
@@ -150,26 +151,59 @@ def room_map(name: str, *parts: str) -> str:
 def grid_map(name: str, part: str) -> str:
     """Of one grid for all methods, by H: how many of its points train well, and how far above
     DiLoCo a method ends where DiLoCo trains."""
-    found: dict[int, dict[str, list[Record]]] = {}
-    for row in experiment(name)["parts"][part]["settings"]:
-        own = found.setdefault(row["given"]["sync_every"], {})
-        own.setdefault(_variant(row), []).append(row)
     cells = []
-    for h, variants in sorted(found.items()):
-        best = min(_loss(row) for own in variants.values() for row in own)
-        trains = {_point(row) for row in variants["diloco"] if _loss(row) < TRAINS * best}
-        for variant, own in variants.items():
+    for h, rows in _by_interval(name, part).items():
+        best, trains = min(map(_loss, rows)), _diloco_trains(rows)
+        for variant in dict.fromkeys(map(_variant, rows)):
+            own = [row for row in rows if _variant(row) == variant]
             losses = list(map(_loss, own))
             near = sum(loss <= (1 + NEAR) * best for loss in losses)
             trained = sum(loss < TRAINS * best for loss in losses)
             above = [row["over_plain"]["value"] for row in own
                      if row["over_plain"] is not None and _point(row) in trains]  # fmt: skip
-            over = (share(of_mean(above).as_dict(), 1), f"{max(above):+.0%}") if above else ("", "")
+            over = (_mean(above), f"{max(above):+.0%}") if above else ("", "")
             cells.append((str(h), variant, f"{min(losses):.4f}", f"{near} of {len(own)}",
                           f"{trained} of {len(own)}", *over))  # fmt: skip
     columns = ("H", "method", "best loss", f"within {NEAR:.0%} of the best of all", "train",
                "over DiLoCo, mean of points", "the worst of these")  # fmt: skip
     return markdown(columns, cells)
+
+
+def stronger_pulls(name: str, part: str) -> str:
+    """What each pull ends above the next weaker one at the same point, as a mean over the points of
+    a grid at which DiLoCo trains."""
+    of_all: dict[tuple[float, float], list[float]] = {}
+    cells = []
+    for h, rows in _by_interval(name, part).items():
+        losses = {(row["given"]["pull"], _point(row)): _loss(row) for row in rows}
+        pulls = sorted({pull for pull, _ in losses if pull is not None})
+        above = {(weak, strong): [losses[strong, point] / losses[weak, point] - 1
+                                  for point in _diloco_trains(rows)]
+                 for weak, strong in pairwise(pulls)}  # fmt: skip
+        cells.append((str(h), *map(_mean, above.values())))
+        for step, own in above.items():
+            of_all.setdefault(step, []).extend(own)
+    cells.append(("all", *map(_mean, of_all.values())))
+    heads = (f"pull {strong:g} over {weak:g}" for weak, strong in of_all)
+    return markdown(("H", *heads), cells)
+
+
+def _by_interval(name: str, part: str) -> dict[int, list[Record]]:
+    found: dict[int, list[Record]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        found.setdefault(row["given"]["sync_every"], []).append(row)
+    return dict(sorted(found.items()))
+
+
+def _diloco_trains(rows: list[Record]) -> list[tuple[float, ...]]:
+    """The points at which DiLoCo ends below TRAINS times the best of all."""
+    limit = TRAINS * min(map(_loss, rows))
+    return [_point(row) for row in rows if row["method"] == "diloco" and _loss(row) < limit]
+
+
+def _mean(shares: list[float]) -> str:
+    """With the interval over the points of a grid."""
+    return share(of_mean(shares).as_dict(), 1)
 
 
 def _variant(row: Record) -> str:

@@ -16,6 +16,7 @@ from study import Claim, Part, Study, main
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 CONTROLS = ("palsgd-no-pull", "diloco-equal-gradients", "diloco-same-settings", "diloco-raised-lr")
 LINKS = ("100mbit,10ms,step=50ms", "1gbit,1ms,step=50ms")  # the step is assumed
+LOW = 3e-3  # a learning rate at which the largest of the paper's etas does not overshoot the anchor
 P, PULL = 0.125, 0.5  # a mixing step in eight, and half of the way back in a round
 OUTER = {"outer_lr": (0.4, 0.8), "outer_momentum": (0.5, 0.9)}  # 0.4 with 0.9 moves 4 times as far
 
@@ -181,16 +182,16 @@ def as_published(task: Task) -> list[Call]:
     size = {key: value for key, value in (task.size | task.usual).items() if key != "lr"}
     every = {"sync_every": list(task.intervals.values())} | few_evaluations(task)
     etas = (0, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
-    low, usual = 3e-3, 1e-2
+    usual = 1e-2
 
     def sweep(name: str, **more: Any) -> Call:
         return Sweep(name=name, recipe=task.recipe, settings=size | every | more, seeds=task.seeds)
 
     return [
-        sweep("eta-low", lr=low, mix_prob=0.1, mix_rate=etas),
+        sweep("eta-low", lr=LOW, mix_prob=0.1, mix_rate=etas),
         sweep("eta", lr=usual, mix_prob=0.1, mix_rate=[eta for eta in etas if usual * eta <= 0.1]),
-        sweep("p", lr=low, mix_prob=(0.025, 0.05, 0.25, 0.5), mix_rate=4),
-        sweep("diloco", method=["diloco"], lr=(low, usual)),
+        sweep("p", lr=LOW, mix_prob=(0.025, 0.05, 0.25, 0.5), mix_rate=4),
+        sweep("diloco", method=["diloco"], lr=(LOW, usual)),
     ]
 
 
@@ -244,6 +245,8 @@ STUDY = Study(
         Claim("none: what skipping and pulling are worth", "H64", ends(*METHODS, *CONTROLS)),
         Claim("AdamW inside with Nesterov or momentum outside is best; outer AdamW is much worse",
               "digits-optimizers", along("outer", "palsgd")),
+        Claim("an eta below 4 changes little, a larger one costs", "digits-eta",
+              along("mix_rate", "palsgd", lr=LOW, mix_prob=0.1)),
     ],
     links=LINKS,
 )  # fmt: skip

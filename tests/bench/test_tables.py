@@ -105,6 +105,80 @@ def test_the_readmes_table_is_made_from_the_record_of_peers(monkeypatch, tmp_pat
     assert rows[2:] == ["| torch DDP | 1.99 [1.99, 1.99] |", "| PALSGD | 0.995 [0.995, 0.995] |"]
 
 
+def settings_of(method, loss, over=None, **given):
+    blank = dict.fromkeys(
+        ("lr", "outer_lr", "outer_momentum", "sync_every", "mix_prob", "mix_rate", "pull", "decay")
+    )
+    over = None if over is None else {"value": over, "low": over, "high": over}
+    return {"method": method, "given": blank | given, "loss": {"value": loss}, "over_plain": over}
+
+
+@pytest.fixture
+def made_of(monkeypatch, tmp_path):
+    """The table that a function makes of one part with these settings."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import experiment_tables
+
+    def table(function, settings, *more):
+        (tmp_path / "made").mkdir(exist_ok=True)
+        record = {"parts": {"part": {"settings": settings}}}
+        (tmp_path / "made" / "summary.json").write_text(json.dumps(record))
+        monkeypatch.setattr(experiment_tables, "EXPERIMENTS", tmp_path)
+        text = getattr(experiment_tables, function)("made", "part", *more)
+        return [re.split(r" ?\| ?", row)[1:-1] for row in text.splitlines() if "---" not in row]
+
+    return table
+
+
+def one_grid():
+    """DiLoCo trains at two of three points. Where it does not, the pull does most."""
+    for lr, diloco, none, weak, strong in (
+        (0.1, 1.0, 1.0, 1.1, 1.21), (0.2, 1.5, 1.5, 1.8, 2.7), (0.3, 2.5, 2.5, 1.5, 1.2)
+    ):  # fmt: skip
+        yield settings_of("diloco", diloco, lr=lr, sync_every=8)
+        for pull, loss in ((0.0, none), (0.25, weak), (0.5, strong)):
+            yield settings_of("palsgd", loss, loss / diloco - 1, lr=lr, sync_every=8, pull=pull)
+
+
+def test_a_map_counts_the_points_that_train_and_compares_where_diloco_does(made_of):
+    rows = {row[1]: row for row in made_of("grid_map", list(one_grid()))}
+    assert rows["diloco"][2:] == ["1.0000", "1 of 3", "2 of 3", "", ""]
+    assert rows["palsgd, pull 0.5"][2:5] == ["1.2000", "0 of 3", "2 of 3"]
+    assert rows["palsgd, pull 0.5"][5].startswith("+50.5% ["), "of two points, not of three"
+    assert rows["palsgd, pull 0.5"][6] == "+80%"
+
+
+def test_a_run_that_ended_without_a_loss_does_not_train(made_of):
+    settings = [settings_of("diloco", loss, lr=lr, sync_every=8)
+                for lr, loss in ((0.1, 1.0), (0.2, None))]  # fmt: skip
+    (row,) = made_of("grid_map", settings)[1:]
+    assert row[2:5] == ["1.0000", "1 of 2", "1 of 2"]
+
+
+def test_pulls_are_compared_at_the_same_point_where_diloco_trains(made_of):
+    rows = made_of("stronger_pulls", list(one_grid()))
+    assert rows[0] == ["H", "pull 0.25 over 0", "pull 0.5 over 0.25"]
+    assert [row[0] for row in rows[1:]] == ["8", "all"]
+    assert rows[1][1].startswith("+15.0% ["), "the mean of 10% and 20%"
+    assert rows[1][2].startswith("+30.0% ["), "the mean of 10% and 50%"
+    assert rows[1][1:] == rows[2][1:]
+
+
+def test_a_published_figure_varies_one_of_eta_and_p(made_of):
+    settings = [
+        settings_of("palsgd", 1.0, over, lr=0.01, sync_every=8, mix_prob=p, mix_rate=eta)
+        for p, eta, over in ((0.1, 1, 0.01), (0.1, 2, 0.02), (0.1, 4, 0.03), (0.5, 2, 0.2))
+    ]
+    by_eta = made_of("published_map", settings, "mix_rate")
+    assert by_eta[0] == ["eta", "lr 0.01, H = 8"]
+    assert [row[0] for row in by_eta[1:]] == ["1", "2", "4"]
+    assert by_eta[2][1].startswith("+2.0%"), "at p = 0.1, which most have"
+    by_p = made_of("published_map", settings, "mix_prob")
+    assert [[*row[:1], row[1][:6]] for row in by_p] == [
+        ["p", "lr 0.0"], ["0.1", "+2.0% "], ["0.5", "+20.0%"]
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", named_records())
 def test_a_record_that_the_text_names_is_there(name):
     if name in AWAITED:

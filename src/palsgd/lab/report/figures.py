@@ -1,6 +1,6 @@
 """Figures of lines: curves along runs, speed-ups by quality, final values against a setting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,13 @@ class Reference:
     label: str
     low: float
     high: float
+    number: int | None = None  # of its line in the section, where it has one
     style: LineStyle | None = None
+
+    @property
+    def text(self) -> str:
+        low, high = plain(self.low), plain(self.high)
+        return f"{self.label} {low}" if low == high else f"{self.label} {low} to {high}"
 
 
 def draw_curves(
@@ -152,9 +158,10 @@ def draw_ablation(
     else:
         _scale_by_values(axes, sorted({x for each in series for x in each.curve.x["value"]}))
     _draw_references(axes, references)
-    _file_legend(axes, series)
+    _file_legend(axes, [*series, *references])
     return publish(
-        figure, name, title, _colours(series), folder, box=box(axes), y=scale(axes, "y"),
+        figure, name, title, _colours([*series, *references]), folder,
+        box=box(axes), y=scale(axes, "y"),
         x=scale(axes, "x") | {"unit": 1, "ticks": ticks, "name": field, "form": "digits"},
     )  # fmt: skip
 
@@ -231,6 +238,7 @@ def _fit_y(
 
 
 def _draw_references(axes: Axes, references: list[Reference]) -> None:
+    """What the legend has no name for, the lines name themselves."""
     for reference in references:
         style = reference.style
         colour, dash = (style.light, style.dash) if style else (MUTED, (0, (2, 2)))
@@ -238,12 +246,11 @@ def _draw_references(axes: Axes, references: list[Reference]) -> None:
         axes.axhline(high, color=colour, ls=dash, lw=0.9, zorder=2)
         if low < high:
             axes.axhline(low, color=colour, ls=dash, lw=0.9, zorder=2)
-        values = plain(low) if low == high else f"{plain(low)} to {plain(high)}"
-        axes.annotate(
-            f"{reference.label} {values}", (1, high), ha="right",
-            xycoords=("axes fraction", "data"), xytext=(-2, 2.5), textcoords="offset points",
-            size=7.4, color=colour,
-        )  # fmt: skip
+        if style is None:
+            axes.annotate(
+                reference.text, (1, high), xycoords=("axes fraction", "data"), ha="right",
+                xytext=(-2, 2.5), textcoords="offset points", size=7.4, color=colour,
+            )  # fmt: skip
 
 
 def _scale_by_values(axes: Axes, values: list[float]) -> None:
@@ -255,24 +262,28 @@ def _scale_by_values(axes: Axes, values: list[float]) -> None:
     axes.margins(x=0.08)
 
 
-def _file_legend(axes: Axes, series: list[Series]) -> None:
+def _file_legend(axes: Axes, lines: Sequence[Series | Reference]) -> None:
+    """Of as many columns as do not make the plot look small."""
+    handles = list(map(_handle, lines))
+    column = 0.45 + 0.052 * max(len(str(each.get_label())) for each in handles)
     legend = axes.legend(
-        handles=[_handle(each) for each in series], loc="upper center", handlelength=2.6,
-        bbox_to_anchor=(0.45, -0.16), ncols=min(4, len(series)), columnspacing=1.2,
+        handles=handles, loc="upper center", handlelength=2.6, bbox_to_anchor=(0.45, -0.16),
+        columnspacing=1.2, ncols=max(1, min(4, len(handles), int(2 * WIDTH / column))),
     )  # fmt: skip
     legend.set_gid("file-only")
 
 
-def _handle(series: Series) -> Line2D:
-    style = series.style
+def _handle(line: Series | Reference) -> Line2D:
+    style = line.style
+    assert style is not None
+    marker, label = ("", line.text) if isinstance(line, Reference) else (style.marker, line.label)
     return Line2D(
-        [], [], color=style.light, ls=style.dash, marker=style.marker, markeredgewidth=0,
-        label=series.label,
-    )  # fmt: skip
+        [], [], color=style.light, ls=style.dash, marker=marker, markeredgewidth=0, label=label
+    )
 
 
-def _colours(series: list[Series]) -> dict[str, str]:
-    return {each.style.light: f"var(--line-{each.number})" for each in series}
+def _colours(lines: Sequence[Series | Reference]) -> dict[str, str]:
+    return {each.style.light: f"var(--line-{each.number})" for each in lines if each.style}
 
 
 def points(series: Series) -> dict[str, Any]:

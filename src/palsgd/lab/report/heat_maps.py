@@ -11,10 +11,20 @@ from palsgd.lab.judging.interval import Interval, of_mean
 from palsgd.lab.judging.robustness import FIELDS, NEAR, TRAINS, Point, Robustness, robustness
 from palsgd.lab.report import formats
 from palsgd.lab.report.ablations import bundles, moved
-from palsgd.lab.report.canvas import Plot, box, new_axes, placed, plain, publish
+from palsgd.lab.report.canvas import (
+    MUTED,
+    WIDTH,
+    Plot,
+    box,
+    new_axes,
+    placed,
+    plain,
+    publish,
+)
 from palsgd.lab.report.styles import THEME
 
 LEAST = 3  # settings of one method that make a map
+CELL = 0.4  # inches that its number needs
 FULL = 0.5  # share of the cells that must be there: random points are no grid
 
 # A loss this many times the best of all methods has this colour.
@@ -130,10 +140,12 @@ def best_of(maps: list[HeatMap]) -> float:
 
 def draw_heat_map(name: str, own: HeatMap, best: float, folder: Path | None) -> Plot:
     """Colours are by the loss beside the best of all methods, so that maps can be compared."""
-    labels = [", ".join(f"{named(f)} {shown(v)}" for f, v in row) for row in own.rows]
+    labels = [", ".join(shown(value) for _, value in row) for row in own.rows]
+    fields = ", ".join(named(field) for field, _ in own.rows[0])
+    left = 0.12 + 0.062 * max(map(len, [fields, *labels]))
+    width = max(WIDTH, left + CELL * len(own.columns))
     height = 0.84 + 0.24 * len(own.rows)
-    left = 0.12 + 0.062 * max(map(len, labels))
-    figure, axes = new_axes(own.label, named(own.column), height=height, left=left)
+    figure, axes = new_axes(own.label, named(own.column), height=height, width=width, left=left)
     for (row, column), cell in own.cells.items():
         shade = shade_of(cell.point.loss, best)
         colour, ink = THEME[f"heat-{shade}"][0], THEME[SHADES[shade][2]][0]
@@ -143,6 +155,10 @@ def draw_heat_map(name: str, own: HeatMap, best: float, folder: Path | None) -> 
     axes.set_yticks(range(len(own.rows)), labels)
     axes.set_xlim(-0.5, len(own.columns) - 0.5)
     axes.set_ylim(-0.5, len(own.rows) - 0.5)
+    axes.annotate(
+        fields, (0, 0), xycoords="axes fraction", xytext=(-3.5, -6), textcoords="offset points",
+        ha="right", va="top", color=MUTED,
+    )  # fmt: skip
     axes.grid(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)

@@ -19,7 +19,7 @@ from palsgd.lab.report.ablations import Ablation, ablations, final
 from palsgd.lab.report.about import facts, notes, values_of
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
-from palsgd.lab.report.drawn import drawn
+from palsgd.lab.report.drawn import drawn, drawn_beside, drawn_bundles
 from palsgd.lab.report.figures import (
     Reference,
     Series,
@@ -238,22 +238,31 @@ class Section:
 
     def _ablation(self, ablation: Ablation) -> Panel:
         self.switches["final"] = {"metric": self.metric, "loss": "loss"}
+        bundles = drawn_bundles(self.comparison, ablation)
         first = len(self.line_styles)
-        self.line_styles += line_styles(ablation.bundles)
+        self.line_styles += line_styles(bundles)
+        numbered = list(enumerate(bundles, first))
         variants = {}
         for key in ("metric", "loss"):
             name = f"by-{ablation.field}-{key}"
-            plot = self._ablation_plot(ablation, key, name, first)
+            plot = self._ablation_plot(ablation, numbered, key, name)
             if plot is not None:
                 plot.reading |= {"points": name, "axis": "value"}
                 variants[key] = plot
-        legend = [(first + at, bundle.label) for at, bundle in enumerate(ablation.bundles)]
-        return Panel(f"by {named(ablation.field)}", "final", variants, "", legend)
+        beside = drawn_beside(self.comparison, ablation)
+        lines = [*numbered, *((self.groups.index(each), each) for each in beside)]
+        legend = [(number, each.label) for number, each in lines]
+        caption = ""
+        if len(bundles) < len(ablation.bundles):
+            caption = f"Lines of the {len(bundles)} best of {len(ablation.bundles)} settings."
+        return Panel(f"by {named(ablation.field)}", "final", variants, caption, legend)
 
-    def _ablation_plot(self, ablation: Ablation, key: str, name: str, first: int) -> Plot | None:
+    def _ablation_plot(
+        self, ablation: Ablation, numbered: list[tuple[int, Group]], key: str, name: str
+    ) -> Plot | None:
         series = [
-            Series(first + at, bundle.label, self.line_styles[first + at], curve)
-            for at, bundle in enumerate(ablation.bundles)
+            Series(number, bundle.label, self.line_styles[number], curve)
+            for number, bundle in numbered
             if (curve := ablation.curve(bundle, key)) is not None
         ]
         if not series:
@@ -267,11 +276,11 @@ class Section:
         return self._plot(draw_ablation, name, title, xlabel, ablation.ticks, series, beside)
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
-        for each in ablation.beside[:4]:
+        for each in drawn_beside(self.comparison, ablation):
             values = [v for run in each.runs if (v := final(run, key)) is not None]
             if values:
-                value = fmean(values)
-                yield Reference(each.label, value, value, self.line_styles[self.groups.index(each)])
+                value, number = fmean(values), self.groups.index(each)
+                yield Reference(each.label, value, value, number, self.line_styles[number])
 
     # --- for the template
 
