@@ -201,8 +201,7 @@ class Controls(Call):
         for point, settings in replace(self.of, seeds=1).points().items():
             made, _ = controls_for({point: settings}, chosen_controls(list(self.wanted)))
             for name, each in made.items():
-                kind = name.removeprefix(f"{each.method}-")
-                found.setdefault(program(each), (f"{kind},{point}", each))
+                found.setdefault(program(each), (f"{name},{point}", each))
         return with_seeds(dict(found.values()), self.seeds)
 
     def do(self, runs: Path, tuning: Path, options: Options) -> None:

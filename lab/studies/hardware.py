@@ -16,6 +16,11 @@ def links(machine: Machine, workers: int, operations: float) -> tuple[str, ...]:
     return machine.link(workers, operations), *(f"{link},{step}" for link in SLOWER)
 
 
+def assumed(step: str) -> tuple[str, ...]:
+    """Slower links alone, where the paper has no cluster, or another model."""
+    return tuple(f"{link},step={step}" for link in SLOWER)
+
+
 def of_gpt_neo_8m(stories: int, workers: int = 8, tokens: int = STORY) -> tuple[str, ...]:
     """The paper has eight workers on its cluster B and four on A; `stories` are a worker's."""
     return links(B if workers == 8 else A, workers, of_stories(GPT_8M, stories, tokens))

@@ -13,7 +13,7 @@ and `steady-statistics` have 0.03, with which warm-ups end within six points of 
 
 from calls import ACCURACY, Call, Compare, Sweep
 from grid import grid_comparison
-from hardware import links
+from hardware import assumed, links
 from readings import along, ends, to_target
 from study import Claim, Part, Study, main
 
@@ -70,7 +70,7 @@ def parts(tiny: bool) -> list[Part]:
         Part("steady-statistics", "Does the policy matter at that learning rate?",
              statistics(tiny, STEADY, seeds=2 if tiny else 3)),
         Part("small-statistics", "The same with a small net, also where shards differ",
-             small_statistics(tiny)),
+             small_statistics(tiny), links=assumed("10ms")),
     ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ which are whole rounds of every H, 31 epochs, with products in bf16. All methods
 
 from calls import ACCURACY, Call
 from grid import grid_comparison
+from hardware import assumed
 from readings import along
 from study import Claim, Part, Study, main
 
@@ -71,7 +72,7 @@ STUDY = Study(
         Claim("none (fixed shards alone)", "shards", along("sharding", *METHODS)),
     ],
     # A gradient step of 10 ms is assumed.
-    links=("100mbit,10ms,step=10ms", "1gbit,1ms,step=10ms"),
+    links=assumed("10ms"),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from estimates import STORY
-from hardware import TINY_STORY, VGG_16, links, of_gpt_neo_8m
+from hardware import TINY_STORY, VGG_16, assumed, links, of_gpt_neo_8m
 from recording import GIVEN, RUNS
 
 from palsgd.cluster import Cluster, Work
 from palsgd.cluster.gradient_counts import Expected
 from palsgd.lab.comparison import Comparison, ToTarget
-from palsgd.lab.groups import group
+from palsgd.lab.groups import Group, group
 from palsgd.lab.plan.paper import (
     GPT_8M,
     GPT_125M,
@@ -51,16 +51,11 @@ class Subject:
     baseline: str | None = None  # the part whose DDP the others are beside, if they have none
 
 
-def _assumed(step: str) -> tuple[str, ...]:
-    """Slower links alone, where the paper has no cluster or another model."""
-    return f"1gbit,1ms,step={step}", f"100mbit,10ms,step={step}"
-
-
 SUBJECTS = (
-    Subject("small-cnn-H", "2026-11-18-small-cnn-interval", ("interval",), _assumed("10ms")),
-    Subject("small-cnn-K", "2026-11-17-small-cnn", ("workers",), _assumed("10ms")),
-    Subject("stories-H", "2026-11-16-when-it-pays", ("H16", "H64", "H256"), _assumed("50ms")),
-    Subject("stories-p", "2026-11-16-when-it-pays", ("strength",), _assumed("50ms"), "H16"),
+    Subject("small-cnn-H", "2026-11-18-small-cnn-interval", ("interval",), assumed("10ms")),
+    Subject("small-cnn-K", "2026-11-17-small-cnn", ("workers",), assumed("10ms")),
+    Subject("stories-H", "2026-11-16-when-it-pays", ("H16", "H64", "H256"), assumed("50ms")),
+    Subject("stories-p", "2026-11-16-when-it-pays", ("strength",), assumed("50ms"), "H16"),
     Subject("resnet50", "2026-11-18-resnet50", ("target",),
             links(C, 4, of_photographs(64, pixels=96))),
     Subject("gpt-neo-8m", "2026-11-16-gpt-neo-8m", ("corpus",),
@@ -81,13 +76,22 @@ def subject_record(subject: Subject, records: Path = RECORDS) -> dict[str, Any]:
         runs = list(_runs(subject, Path(folder) / "runs"))
         found = {link: Comparison(group(runs), link) for link in subject.links}
     first = next(iter(found.values()))
-    rows = [_row(found, place) for place, each in enumerate(first.groups) if each.finished]
+    reached = {row.group: row.reached for row in first.to_target()}
+    finished = [each for each in first.groups if each.finished]
+    if lacking := [each.label for each in finished if each not in reached]:
+        raise ValueError(
+            f"{subject.record} has no baseline at the scale of {', '.join(lacking)}; leave their "
+            "part out, or name the part that has one"
+        )
+    ends = [each for each in finished if reached[each] or first.to_own_end(each) is not None]
+    rows = [_row(found, each, reached[each]) for each in ends]
     return {
         "record": subject.record,
         "margin": first.margin,
         "quality": first.quality.name,
         "links": list(subject.links),
         "rows": rows,
+        "without_an_end": [each.label for each in finished if each not in ends],
     }
 
 
@@ -98,11 +102,9 @@ def _runs(subject: Subject, folder: Path) -> Iterator[Run]:
         yield from (run for each in found if each.is_baseline for run in each.runs)
 
 
-def _row(found: dict[str, Comparison], place: int) -> dict[str, Any]:
+def _row(found: dict[str, Comparison], own: Group, reached: bool) -> dict[str, Any]:
     """A setting of a method, with its seconds on every link."""
-    first = next(iter(found.values()))
-    own = first.groups[place]
-    reached = {row.group: row for row in first.to_target()}[own].reached
+    place = next(iter(found.values())).groups.index(own)
     goals = {link: _goal(each, place, reached) for link, each in found.items()}
     goal = next(iter(goals.values()))
     return {
@@ -120,9 +122,8 @@ def _row(found: dict[str, Comparison], place: int) -> dict[str, Any]:
 
 def _goal(found: Comparison, place: int, reached: bool) -> ToTarget:
     own = found.groups[place]
-    if not reached:
-        return found.to_own_end(own)
-    return next(row for row in found.to_target() if row.group is own)
+    goal = None if reached else found.to_own_end(own)
+    return goal or next(row for row in found.to_target() if row.group is own)
 
 
 def _seconds(found: Comparison, place: int, goal: ToTarget) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def parts(tiny: bool) -> list[Part]:
         Part("tuned", "Which method is ahead at H = 128 if each has its own settings?",
              tuned(tiny)),
         Part("scaling", "What does accuracy lose with more workers at fixed epochs?",
-             scaling(tiny)),
+             scaling(tiny), links=links(C, 4, 256 * VGG_16)),
     ]  # fmt: skip
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from calls import ACCURACY, OF_TEXTS, Call, Controls, Sweep, tuned_comparison
 from grid import grid_comparison
+from hardware import assumed
 from readings import along, ends
 from study import Claim, Part, Study, main
 
 METHODS = ("ddp", "localsgd", "diloco", "palsgd", "anchordecay")
 CONTROLS = ("palsgd-no-pull", "diloco-equal-gradients", "diloco-same-settings", "diloco-raised-lr")
-LINKS = ("100mbit,10ms,step=50ms", "1gbit,1ms,step=50ms")  # the step is assumed
+LINKS = assumed("50ms")
 LOW = 3e-3  # a learning rate at which the largest of the paper's etas does not overshoot the anchor
 P, PULL = 0.125, 0.5  # a mixing step in eight, and half of the way back in a round
 OUTER = {"outer_lr": (0.4, 0.8), "outer_momentum": (0.5, 0.9)}  # 0.4 with 0.9 moves 4 times as far
@@ -55,20 +56,21 @@ class Task:
             tried=self.tried, seeds=self.seeds, controls=OF_TEXTS, sync_every=h, **self.size,
         )  # fmt: skip
 
-    def strength(self) -> list[Call]:
-        """p and pull at one learning rate and outer step, over H; DiLoCo at the same settings, at
-        the raised learning rate, and with as many gradients in as many rounds."""
-        every = {"sync_every": list(self.intervals.values())}
-        grid = every | {"mix_prob": (0.05, 0.1, 0.25), "pull": (0.0, 0.25, 0.5, 0.75)}
-        plain = every | {"method": ["diloco"]}
-        size, common = self.size | self.usual, dict(recipe=self.recipe, seeds=self.mapped)
-        mixing = Sweep(name="palsgd", settings=size | grid, **common)  # type: ignore[arg-type]
+    def strength(
+        self, ps: tuple[float, ...] = (0.05, 0.1, 0.25),
+        pulls: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75), times: int = 1, **more: Any,
+    ) -> list[Call]:  # fmt: skip
+        """p and pull at one outer step, over H; DiLoCo at the same settings, at the raised learning
+        rate, and with as many gradients in as many rounds. `times`: as many seeds."""
+        plain = self.size | self.usual | {"sync_every": list(self.intervals.values())} | more
+        grid = {"mix_prob": ps, "pull": pulls}
+        common: dict[str, Any] = dict(recipe=self.recipe, seeds=times * self.mapped)
+        mixing = Sweep(name="palsgd", settings=plain | grid, **common)
         return [
             mixing,
-            Sweep(name="diloco", settings=size | plain, **common),  # type: ignore[arg-type]
-            Controls(name="controls", of=mixing, wanted=("raised-lr", "equal-gradients"),
-                     **common),  # type: ignore[arg-type]
-        ]  # fmt: skip
+            Sweep(name="diloco", settings=plain | {"method": ["diloco"]}, **common),
+            Controls(name="controls", of=mixing, wanted=("raised-lr", "equal-gradients"), **common),
+        ]
 
 
 # After 64 steps of warm-up DDP has twice the least loss. A step of all workers has 32 stories.
@@ -159,7 +161,8 @@ def few_evaluations(task: Task) -> dict[str, Any]:
 
 def room(task: Task) -> list[Call]:
     """The robustness map: how much of one grid of learning rate, outer step, outer momentum and H
-    trains well, with equal points and seeds for every method. Nothing is chosen from it."""
+    trains well, with equal seeds for every method, and equal points for every pull and decay; Local
+    SGD has no outer step to vary. Nothing is chosen from it."""
     grid = {"sync_every": list(task.intervals.values()), "lr": task.rates}
     outer = grid | {"outer_lr": (0.4, 0.8), "outer_momentum": (0.0, 0.5, 0.9)}
     size = task.size | few_evaluations(task)
@@ -174,6 +177,12 @@ def room(task: Task) -> list[Call]:
         sweep("anchordecay", **outer, decay=(0.003, 0.01)),
         sweep("localsgd", **grid),
     ]
+
+
+def decided(task: Task) -> list[Call]:
+    """The map at two learning rates, with as many seeds as a margin of 1% takes."""
+    return task.strength(ps=(0.1, 0.25), pulls=(0.0, 0.25, 0.5), times=4, lr=task.rates[1:3],
+                         **few_evaluations(task))  # fmt: skip
 
 
 def as_published(task: Task) -> list[Call]:
@@ -230,6 +239,11 @@ def parts(tiny: bool) -> list[Part]:
         ),
         Part("digits-room", "How much of one grid of settings trains well?", room(digits)),
         Part("digits-eta", "What do eta and p do, varied as the paper does?", as_published(digits)),
+        Part(
+            "digits-decided",
+            "What are skipping and pulling worth, with a margin of 1%?",
+            decided(digits),
+        ),
         longest.parts()[0],
         Part("vision", "The same question on pictures in colour", vision(tiny)),
     ]

@@ -214,6 +214,31 @@ def test_a_headline_makes_no_gain_of_a_target_that_takes_no_time(tmp_path):
     assert "PALSGD reaches DDP's loss at once, with" in over_a_link(tmp_path)
 
 
+def test_a_headline_says_at_once_only_where_no_time_is_taken(tmp_path):
+    write(tmp_path / "ddp", [4.0, 3.0, 2.0], method="ddp", seed=1, simulated=True)
+    for seed, losses in ((1, [4.0, 3.5, 3.0]), (2, [4.0, 2.0, 1.0]), (3, [4.0, 2.0, 1.0])):
+        write(tmp_path / f"p{seed}", losses, method="palsgd", seed=seed, simulated=True)
+    said = over_a_link(tmp_path)
+    assert "PALSGD reaches DDP's loss with seeds that DDP has not, and not with those that" in said
+
+
+def test_a_headline_of_a_method_that_ends_worse_than_it_began_has_its_end_at_once(tmp_path):
+    for method, losses in (("ddp", [2.3, 1.0, 0.5]), ("palsgd", [2.3, 4.0, 5.0])):
+        lines = [runs.line(100 * i, loss=loss, metric=0.0) for i, loss in enumerate(losses)]
+        write(tmp_path / method, [], lines=lines, method=method, warmup_steps=0, simulated=True)
+    assert "its own final loss + 1%, 5.05, it reaches at once, with" in over_a_link(tmp_path)
+
+
+def test_a_headline_gives_a_method_without_a_finite_end_no_target_and_no_gain(tmp_path):
+    write(tmp_path / "ddp", [2.3, 1.0, 0.5], method="ddp", simulated=True)
+    lines = [runs.line(100 * i, loss=loss, metric=0.0) for i, loss in enumerate([2.3, 4.0, 5.0])]
+    lines[-1]["loss"] = None
+    write(tmp_path / "palsgd", [], lines=lines, simulated=True)
+    said = over_a_link(tmp_path)
+    assert "PALSGD does not reach DDP's loss in 200 steps, with" in said
+    assert said.endswith("it does not end with a finite loss.")
+
+
 def test_a_headline_and_sentences_say_that_a_stated_target_is_reached_by_the_method_alone(tmp_path):
     write(tmp_path / "ddp", [4.0, 3.0, 2.0], method="ddp", target=1.5, simulated=True)
     write(tmp_path / "palsgd", [4.0, 1.0, 1.0], target=1.5, warmup_steps=200, simulated=True)

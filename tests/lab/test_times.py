@@ -1,6 +1,7 @@
 """lab/studies/times.py: seconds on other links follow from the runs of a record and the model of
 time."""
 
+import json
 import sys
 import tarfile
 from importlib import import_module
@@ -13,6 +14,8 @@ from palsgd.cluster import Cluster, Work
 from palsgd.lab.api import compare
 from palsgd.lab.plan.paper import PUBLISHED
 from palsgd.lab.run_folder import RunFolder
+from palsgd.lab.settings import Settings
+from support import runs
 from support.places import STUDIES
 
 LINK = "100mbit,10ms,step=10ms"
@@ -117,6 +120,35 @@ def test_ddp_of_another_part_is_the_baseline_of_runs_that_have_none(times, kept,
     again = times.subject_record(subject, tmp_path)
     whole = times.Subject("small", "kept", ("only",), (LINK,))
     assert row(again, "diloco") == row(times.subject_record(whole, kept), "diloco")
+
+
+def kept_runs(folder, **losses):
+    """A record of one run of each method, with made-up losses."""
+    for method, values in losses.items():
+        own = Settings(workload="digits", method=method, steps=20, warmup_steps=0, workers=2)
+        lines = [runs.line(10 * i, loss=1.0, metric=0.0, time_s=None) | {"loss": value}
+                 for i, value in enumerate(values)]  # fmt: skip
+        home = folder / "runs" / "only" / method
+        runs.write_files(home, runs.config(own, simulated=True), lines)
+        summary = runs.summary_of(own, lines, simulated=True)
+        (home / "summary.json").write_text(json.dumps(summary))
+    (folder / "kept").mkdir()
+    with tarfile.open(folder / "kept" / "runs.tar.xz", "w:xz") as packed:
+        packed.add(folder / "runs", "runs")
+    return folder
+
+
+def test_a_method_without_a_finite_end_has_no_row_and_is_named(times, tmp_path):
+    kept = kept_runs(tmp_path, ddp=[2.3, 1.0, 0.5], diloco=[2.3, 4.0, None])
+    found = times.subject_record(times.Subject("small", "kept", ("only",), (LINK,)), kept)
+    assert [each["method"] for each in found["rows"]] == ["ddp"]
+    assert found["without_an_end"] == ["diloco"]
+
+
+def test_runs_without_a_baseline_are_refused_in_words(times, tmp_path):
+    kept = kept_runs(tmp_path, diloco=[2.3, 1.0, 0.5])
+    with pytest.raises(ValueError, match="kept has no baseline at the scale of diloco; leave"):
+        times.subject_record(times.Subject("small", "kept", ("only",), (LINK,)), kept)
 
 
 def test_a_steps_share_of_ddps_is_what_the_papers_clusters_say(times):

@@ -93,6 +93,7 @@ class Comparison:
     `finals()`: a Final for each group of which a run has finished.
     `to_target()`: a ToTarget for each of those that has a target.
     `to_own_end(group)`: the same for what the group itself ends with, and worse by the margin.
+    `to_quality(group, target)`: the same for any Target.
     `baseline(group)`: the group that it is measured against: of its scale, at its best setting.
     `budgets(group)`: by axis, the least that a group of its K and batch spent in all.
     `same_programs`: for each group that is the same program as an earlier one, that one.
@@ -234,19 +235,22 @@ class Comparison:
     @cached_property
     def _to_targets(self) -> list[ToTarget]:
         return [
-            self._to_target(group, target)
+            self.to_quality(group, target)
             for group in self.groups
             if group.finished and (target := self.target_of(group)) is not None
         ]
 
-    def to_own_end(self, group: Group) -> ToTarget:
+    def to_own_end(self, group: Group) -> ToTarget | None:
         """What a group that has finished spends until the quality that it ends with, for one that
         never has its baseline's. Worse by the margin, as the mean of its seeds arrives at the end
-        itself only there."""
+        itself only there. None: a seed has no finite end."""
         final = of_mean(list(self.final_losses(group).values()))
-        return self._to_target(group, end_target(group, final, self.quality, self.margin))
+        if not np.isfinite(final.value):
+            return None
+        return self.to_quality(group, end_target(group, final, self.quality, self.margin))
 
-    def _to_target(self, group: Group, target: Target) -> ToTarget:
+    def to_quality(self, group: Group, target: Target) -> ToTarget:
+        """What a group spends until a quality, beside its baseline."""
         level, finals = self.quality.sign * target.value, self.final_losses(group)
         short = [(value - level) / (abs(level) or 1.0) for value in finals.values()]
         curve, early = self.curve(group), bool(self.in_warmup(group, np.array([level]))[0])

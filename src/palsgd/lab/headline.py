@@ -53,13 +53,14 @@ def _gain(comparison: Comparison, row: ToTarget, base: Group) -> str:
         return f"{name} is the same program as {_title(base)}"
     if row.reached:
         return f"{name} reaches {_goal(comparison, row, base)}"
+    missed = f"{name} does not reach {_title(base)}'s {quality.name} in {row.steps:,.0f} steps"
     end = comparison.to_own_end(own)
-    faster = EARLY if end.in_warmup else _sooner(end.speed_ups.get("time_s"))
+    if end is None:
+        return missed
     sign = "-" if quality.higher_is_better else "+"
     return (
-        f"{name} does not reach {_title(base)}'s {quality.name} in {row.steps:,.0f} steps; its own "
-        f"final {quality.name} {sign} {100 * comparison.margin:g}%, {end.target.value:.3g}, it "
-        f"reaches {faster}"
+        f"{missed}; its own final {quality.name} {sign} {100 * comparison.margin:g}%, "
+        f"{end.target.value:.3g}, it reaches {_how_soon(comparison, end, base)}"
     )
 
 
@@ -69,15 +70,24 @@ def _goal(comparison: Comparison, row: ToTarget, base: Group) -> str:
     theirs = next(each for each in comparison.to_target() if each.group is base)
     if not theirs.reached:  # a target that was stated
         return f"{name} {_number(row.target.value)}, which {title} never does"
+    return f"{title}'s {name} {_how_soon(comparison, row, base)}"
+
+
+def _how_soon(comparison: Comparison, row: ToTarget, base: Group) -> str:
+    """Of a quality that the method reaches, how much sooner than the baseline it does."""
     if row.in_warmup:
-        return f"{title}'s {name} {EARLY}"
-    faster = row.speed_ups.get("time_s")  # none where it takes no time
-    return f"{title}'s {name} {'at once' if faster is None else _sooner(faster)}"
-
-
-def _sooner(faster: Interval | None) -> str:
-    if faster is None:
+        return EARLY
+    faster = row.speed_ups.get("time_s")
+    if faster is not None:
+        return _sooner(faster)
+    if not row.costs["time_s"].cost.value:  # where it takes no time there is no ratio
+        return "at once"
+    if not comparison.to_quality(base, row.target).reached:
         return "where the other never is"
+    return f"with seeds that {_title(base)} has not, and not with those that both have"
+
+
+def _sooner(faster: Interval) -> str:
     bounds = ""
     if faster.n > 1 and math.isfinite(faster.low):  # some draws of the seeds may never arrive
         # of 0: in some draws it never arrives itself
@@ -94,6 +104,8 @@ def _sooner(faster: Interval | None) -> str:
 def _loss(comparison: Comparison, own: Final, base: Final) -> str:
     difference = own.difference
     assert difference is not None
+    if not math.isfinite(difference.value):
+        return f"it does not end with a finite {comparison.quality.name}"
     worse = difference.value >= 0
     ends = sorted(100 * (end if worse else -end) for end in (difference.low, difference.high))
     bounds = f" [{_number(ends[0])}, {_number(ends[1])}]" if difference.known else ""
