@@ -1,5 +1,6 @@
 """Newcomers of a run are heard by the members, whatever happens between their messages."""
 
+import socket
 import threading
 import time
 
@@ -25,10 +26,23 @@ class Interrupted(Board):
         return found
 
 
-def worker(board, number=None, founders=1, deadline=None):
+class Stalled(Board):
+    """The same notes, but this worker is held up when it is about to write one."""
+
+    def __init__(self, board):
+        self.host, self.store = board.host, board.store
+        self.is_held, self.let_go = threading.Event(), threading.Event()
+
+    def note(self, key, value):
+        self.is_held.set()
+        assert self.let_go.wait(patient(30))
+        super().note(key, value)
+
+
+def worker(board, number=None, founders=1, deadline=None, timeout=30.0):
     """One of the workers of a run that so many begin: one of these, or a newcomer."""
     start = Start(board.store, number, founders)
-    return Membership(board, start, min_workers=1, deadline=deadline, timeout=patient(30))
+    return Membership(board, start, min_workers=1, deadline=deadline, timeout=patient(timeout))
 
 
 def beside(call, *args, **more):
@@ -133,22 +147,52 @@ def test_a_newcomer_takes_the_place_of_a_worker_that_dies_after_the_newcomer_was
     assert newcomer.members == other.members == [0, 1]
 
 
-def two_of_whom_one_is_late():
-    """Workers 0 and 1 that have met once; from now on worker 1 comes too late."""
+def met_once(count, **how):
+    """The workers that begin a run, and have met once."""
     board = Board(dist.HashStore())
-    first = beside(worker, board, 0, 2, deadline=patient(0.3))
-    late = worker(board, 1, 2)
-    there = first()
-    met = beside(late.meet, "the sync", patient=True)
-    there.meet("the sync", patient=True)
-    met()
-    return board, there, late
+    coming = [beside(worker, board, number, count, **how) for number in range(count)]
+    workers = [come() for come in coming]
+    for met in [beside(each.meet, "the sync", patient=True) for each in workers]:
+        met()
+    return board, *workers
+
+
+def turn_off(monkeypatch, *workers):
+    """From now on calls of these workers get no answer at all, as if their machine were off."""
+    off, connect = {each._bell.address for each in workers}, socket.create_connection
+
+    def call(address, timeout=None):
+        if address in off:
+            raise TimeoutError
+        return connect(address, timeout=timeout)
+
+    monkeypatch.setattr(socket, "create_connection", call)
+
+
+def test_a_newcomer_takes_the_number_of_a_worker_whose_machine_is_off(monkeypatch):
+    board, there, lost = met_once(2, timeout=0.5)
+    turn_off(monkeypatch, lost)
+    newcomer, joined = newcomer_for(board, 1)
+    there.meet("the next", patient=True)
+    assert there.members == [0], "worker 1 has been waited for, and is gone"
+    there.admit()
+    joined()
+    assert newcomer.number == 1
+
+
+def test_workers_whose_machine_is_off_are_waited_for_at_once(monkeypatch):
+    _, there, *lost = met_once(4, timeout=1.0)
+    turn_off(monkeypatch, *lost)
+    since = time.monotonic()
+    there.meet("the next", patient=True)
+    assert there.members == [0]
+    assert patient(1.0) < time.monotonic() - since < patient(3.0), "not for one after the other"
 
 
 def test_a_worker_that_is_only_late_keeps_its_number_from_newcomers():
-    board, there, late = two_of_whom_one_is_late()
+    board, there, late = met_once(2, deadline=patient(0.3))
     newcomer, joined = newcomer_for(board, 1)
-    there.meet("the sync", patient=False)
+    there.meet("the next", patient=False)
     assert there.members == [0], "worker 1 is late"
     there.admit()
     joined()
@@ -156,22 +200,29 @@ def test_a_worker_that_is_only_late_keeps_its_number_from_newcomers():
     late._bell.close()
 
 
-def test_a_worker_that_comes_too_late_says_nothing_under_a_number_that_another_has():
-    board, there, late = two_of_whom_one_is_late()
-    there.meet("the sync", patient=False)
-    newcomer, joined = newcomer_for(board, 1)
+def test_a_worker_that_comes_too_late_says_nothing_in_the_name_of_one_that_has_its_number():
+    board, there, late = met_once(2, deadline=patient(0.3))
+    late._board = stalled = Stalled(board)
+
+    def come_too_late():
+        with pytest.raises(LeftOutError):
+            late.meet("the next", patient=True)
+
+    left_out = beside(come_too_late)
+    assert stalled.is_held.wait(patient(10))
     there.meet("the next", patient=False)
+    newcomer, joined = newcomer_for(board, 1)
+    there.meet("the one after", patient=False)
     there.admit()
     joined()
     assert newcomer.number == 1, "nobody has it any more"
-    met = beside(newcomer.meet, "the one after", patient=True)
+    met = beside(newcomer.meet, "the last", patient=True)
     until = time.monotonic() + patient(10)
-    while board.read("come 1") != newcomer.meeting:
+    while not board.count(f"came {newcomer.meeting}", 0):
         assert time.monotonic() < until
         time.sleep(0.01)
-    with pytest.raises(LeftOutError):
-        late.meet("the sync", patient=True)
-    assert board.read("come 1") == newcomer.meeting
+    stalled.let_go.set()
+    left_out()
     there._bell.close()
     met()
     assert newcomer.members == [1], "it goes on alone"

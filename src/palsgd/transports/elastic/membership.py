@@ -15,6 +15,7 @@ store is set once, so the two cannot disagree.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from palsgd.errors import ConsensusError, SyncError
@@ -152,22 +153,19 @@ class Membership:
         """
         self._bell.answer()
         self.meeting += 1
-        note = self._board.read(f"roster {self.meeting}")
-        if note is None:  # else this worker is late, and another one may have its number by now
-            self._check_passed()
-            note = self._come(position, patient)
-        self._take(Roster.of_note(note), position)
+        self._check_passed()
+        self._take(Roster.of_note(self._come(position, patient)), position)
 
     def _come(self, position: str, patient: bool) -> dict[str, Any]:
         key, members = f"roster {self.meeting}", self.members
-        self._board.note(f"come {self.number}", self.meeting)
+        self._board.note(_key("come", self._bell.address), self.meeting)
         if self._board.count(f"came {self.meeting}") == len(members):
-            return self._board.decide(key, self._proposal(members, position))
+            return self._board.decide(key, self._proposal(position, members, []))
         limited = self._deadline is not None and not patient
         until = time.monotonic() + (self._deadline or 0.0) if limited else None
-        return self._decided(key, "come", lambda present: self._proposal(present, position), until)
+        return self._decided(key, "come", partial(self._proposal, position), until)
 
-    def _proposal(self, present: list[int], position: str) -> dict[str, Any]:
+    def _proposal(self, position: str, present: list[int], late: list[int]) -> dict[str, Any]:
         """The roster of a meeting to which these members have come. Newcomers that have waited
         since the last one are numbered anew: the worker whose place one of them takes may have been
         there then, and be gone now. One that is only late keeps its number."""
@@ -177,12 +175,10 @@ class Membership:
             heard += 1
             wish, host, port, fresh = found
             asking.append((wish, (host, port), heard, fresh))
-        absent = {n: address for n, address in old.members.items() if n not in present}
-        taken = present + [n for n, address in absent.items() if answers(address) is not False]
         waiting: list[Newcomer] = []
         for wish, address, ticket, fresh in asking:
             if answers(address) is not False:
-                number = _free(wish, [*taken, *(n.number for n in waiting)])
+                number = _free(wish, [*present, *late, *(n.number for n in waiting)])
                 waiting.append(Newcomer(number, wish, address, ticket, fresh))
         members = {number: old.members[number] for number in present}
         return Roster(members, waiting, heard, position).as_note()
@@ -221,10 +217,16 @@ class Membership:
                 raise RuntimeError(f"worker {number} is gone")
 
     def _decided(
-        self, key: str, stage: str, propose: Callable[[list[int]], Any], until: float | None
+        self,
+        key: str,
+        stage: str,
+        propose: Callable[[list[int], list[int]], Any],
+        until: float | None,
     ) -> Any:
         """What is decided under `key`. This worker proposes it itself when all who have not come to
-        the stage are gone, or when the time is over."""
+        the stage are gone, or when the time is over. `propose` is given those who have come and
+        those who are only late."""
+        late = self.members  # as far as is known before the first look
         with Lookout(self.roster.members, self._timeout) as lookout:
             while True:
                 limit = time.monotonic() + _LOOK_S
@@ -234,14 +236,15 @@ class Membership:
                     return found
                 over = until is not None and time.monotonic() >= until
                 present = self._present(stage)
-                missing = [number for number in self.members if number not in present]
-                if over or all(lookout.gone(number) for number in missing):
-                    return self._board.decide(key, propose(present))
+                if not over:  # a last look would cost a second for each who gives no answer
+                    late = [n for n in self.members if n not in present and not lookout.gone(n)]
+                if over or not late:
+                    return self._board.decide(key, propose(present, late))
                 self._check_passed()
 
     def _present(self, stage: str) -> list[int]:
         """The workers that have come to a stage of this meeting."""
-        keys = {number: f"{stage} {number}" for number in self.members}
+        keys = {number: _key(stage, address) for number, address in self.roster.members.items()}
         return [n for n, key in keys.items() if self._board.read(key) == self.meeting]
 
     def _check_passed(self) -> None:
@@ -260,12 +263,12 @@ class Membership:
             RepeatError: it does not count, and those who are left meet again.
         """
         key = f"verdict {self.meeting}"
-        self._board.note(f"voted {self.number}", self.meeting)
+        self._board.note(_key("voted", self._bell.address), self.meeting)
         if self._board.count(f"votes {self.meeting}") == len(self.members):
             verdict = self._board.decide(key, _APPLY)
         else:
             until = time.monotonic() + self._timeout
-            verdict = self._decided(key, "voted", lambda present: _APPLY, until)
+            verdict = self._decided(key, "voted", lambda *_: _APPLY, until)
         if verdict == _REPEAT:
             raise RepeatError
 
@@ -342,6 +345,14 @@ class Membership:
                 f"none of the workers {', '.join(map(str, sorted(roster.members)))} of this run is "
                 "left to let a newcomer in; start the run again from a checkpoint, with a new store"
             )
+
+
+def _key(stage: str, address: Address) -> str:
+    """Where a worker writes to which meeting it has come. The key has its address, not its number:
+    one that is late writes there when another has its number already. No two that are alive have
+    one address."""
+    host, port = address
+    return f"{stage} {host} {port}"
 
 
 def _free(wish: int | None, taken: list[int]) -> int:
