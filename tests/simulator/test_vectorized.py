@@ -12,7 +12,7 @@ from torch import nn
 
 import palsgd
 from palsgd import registry
-from palsgd.simulator import room
+from palsgd.simulator import room, stacked_optimizers
 from support.engines import METHODS, MIXING, check
 from support.problems import batches, linear, mse, net, vector
 
@@ -46,6 +46,15 @@ def both(model, method, inner="adamw", *, workers=3, steps=47, data=batches, los
 @pytest.mark.parametrize("method", METHODS)
 def test_vectorized_workers_equal_exact_ones(method, inner):
     check(*both(linear, method, inner))
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_rows_that_are_updated_one_at_a_time_are_those_of_one_update(monkeypatch, inner):
+    whole, _ = both(linear, "independent", inner)
+    monkeypatch.setattr(stacked_optimizers, "PIECE", 1)
+    pieces, _ = both(linear, "independent", inner)
+    for own, expected in zip(pieces.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -5,7 +5,7 @@ differ, and so do their learning rates. Under independent draws their numbers of
 too. So each scalar of an update is a column here, with one entry per worker.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 State = list[list[Tensor]]  # for each parameter, tensors with the worker axis
+PIECE = 2**20  # bytes of a tensor; a CPU's cache holds the handful that an update works on
 
 
 class StackedSGD:
@@ -45,15 +46,14 @@ class StackedSGD:
         compiled: bool = False,
     ) -> None:
         """`rates[g]` has the learning rate of parameter group g, one entry per worker."""
-        update = compiled_update(sgd_update) if compiled else sgd_update
         for i, (x, g, kept) in enumerate(zip(params, grads, state, strict=True)):
-            settings, x, g = self._groups[self._group_of[i]], rows(x), rows(g)
+            settings, lr = self._groups[self._group_of[i]], column(rates[self._group_of[i]], x)
             damping = None
             if settings["momentum"] and settings["dampening"]:
                 damping = column(1 - settings["dampening"] * kept[1], g)
                 kept[1].fill_(1.0)
-            update(
-                x, g, rows(kept[0]) if kept else None, column(rates[self._group_of[i]], x), damping,
+            update_rows(
+                sgd_update, compiled, (x, g, kept[0] if kept else None, lr, damping),
                 settings["momentum"], settings["weight_decay"], settings["nesterov"],
             )  # fmt: skip
 
@@ -97,16 +97,15 @@ class StackedAdam:
         state: State,
         compiled: bool = False,
     ) -> None:
-        update = compiled_update(adam_update) if compiled else adam_update
         torch._foreach_add_([kept[2] for kept in state], 1)
         scales, sizes = self._corrections(torch.stack([kept[2] for kept in state]), rates)
         for i, (x, g, (first, second, _)) in enumerate(zip(params, grads, state, strict=True)):
             settings, lr = self._groups[self._group_of[i]], rates[self._group_of[i]]
-            (beta1, beta2), decay, x = settings["betas"], settings["weight_decay"], rows(x)
+            (beta1, beta2), decay = settings["betas"], settings["weight_decay"]
             shrink = column(1 - lr * decay, x) if decay and self._decoupled else None
-            update(
-                x, rows(g), rows(first), rows(second),
-                column(scales[i], x), column(sizes[i], x), shrink,
+            scale, size = column(scales[i], x), column(sizes[i], x)
+            update_rows(
+                adam_update, compiled, (x, g, first, second, scale, size, shrink),
                 beta1, beta2, settings["eps"], 0.0 if self._decoupled else decay,
             )  # fmt: skip
 
@@ -142,6 +141,26 @@ def adam_update(
     second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     away = second.sqrt().mul_(scale).add_(eps)
     x.sub_(size * first / away)
+
+
+def update_rows(
+    update: Callable[..., None], compiled: bool, tensors: Sequence[Tensor | None], *rest: Any
+) -> None:
+    """Update one parameter. Each of the tensors has a row per worker.
+
+    On a CPU a few rows are updated at a time. Each operator then finds in the cache what the one
+    before it has written, and its result needs no fresh memory. Updates are elementwise, so the
+    result is the same to the last bit.
+    """
+    x = tensors[0]
+    assert x is not None
+    if compiled:
+        update, size = compiled_update(update), len(x)  # one kernel reads each element once
+    else:
+        size = len(x) if x.device.type != "cpu" else max(1, PIECE // max(1, x[0].nbytes))
+    for at in range(0, len(x), size):
+        piece = (None if each is None else rows(each[at : at + size]) for each in tensors)
+        update(*piece, *rest)
 
 
 @cache

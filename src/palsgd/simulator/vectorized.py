@@ -70,13 +70,6 @@ class Member(NamedTuple):
         assert self.run.rules is not None
         return self.run.rules
 
-    def slots(self, everyone: dict[int, GradientSlot]) -> dict[int, GradientSlot]:
-        """The slots of this run, by the number of the worker in the run."""
-        stop = self.first + self.run.workers
-        if self.first == 0 and next(reversed(everyone)) < stop:
-            return everyone
-        return {k - self.first: s for k, s in everyone.items() if self.first <= k < stop}
-
     def part(self, everyone: list[Any]) -> list[Any]:
         """This run's part of a list over all workers of all runs."""
         return everyone[self.first : self.first + self.run.workers]
@@ -348,14 +341,22 @@ class Vectorized:
         it."""
         who = list(slots)
         grads = self._take_gradients(who)
-        own = [(member, member.slots(slots)) for member in self._members()]
-        own = [(member, found) for member, found in own if found]
+        by_run = self._by_run(slots)
+        own = [(m, by_run[m.number]) for m in self._members() if m.number in by_run]
         self._compare_gradients(own, who, grads)
         self._before_gradient(steps, own, who, grads)
         self.stack.step(who, grads, self._columns(slots, steps))
         for member, found in own:
             if member.run.method.overrides("after_gradient"):
                 member.rules.after_gradient(steps[member.number], found)
+
+    def _by_run(self, slots: dict[int, GradientSlot]) -> dict[int, dict[int, GradientSlot]]:
+        """By the number of the run, its slots by the number of the worker in it."""
+        found: dict[int, dict[int, GradientSlot]] = {}
+        for worker, slot in slots.items():
+            run, k = divmod(worker, self.workers)
+            found.setdefault(run, {})[k] = slot
+        return found
 
     def _compare_gradients(
         self, own: list[tuple[Member, dict[int, GradientSlot]]], who: list[int], grads: list[Tensor]
