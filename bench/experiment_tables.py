@@ -79,38 +79,41 @@ def share(found: Record, digits: int = 2) -> str:
 
 
 def pull_map(name: str, part: str, digits: int) -> str:
-    """What PALSGD ends above DiLoCo, by H, p and pull."""
-    cells = {
-        tuple(row["given"][key] for key in ("sync_every", "mix_prob", "pull")): share(
-            row["over_plain"], digits
-        )
-        for row in experiment(name)["parts"][part]["settings"]
-        if row["over_plain"] is not None
-    }
-    every, chances, pulls = (sorted(set(values)) for values in zip(*cells, strict=True))
-    rows = [(str(h), f"{p:g}", *(cells[h, p, pull] for pull in pulls)) for h in every
-            for p in chances]  # fmt: skip
-    return markdown(("H", "p", *(f"pull {pull:g}" for pull in pulls)), rows)
+    """What PALSGD ends above DiLoCo, by H, p and pull, and by learning rate where it varies."""
+    rows: dict[tuple[float, ...], dict[str, str]] = {}
+    for row in experiment(name)["parts"][part]["settings"]:
+        if row["over_plain"] is not None:
+            pull = f"pull {row['given']['pull']:g}"
+            rows.setdefault(_mixed(row), {})[pull] = share(row["over_plain"], digits)
+    return _by_mixing(rows)
 
 
 def controls_map(name: str, part: str, digits: int) -> str:
     """What PALSGD ends above DiLoCo with as many gradients in as many rounds, by H, p and pull; and
     what it ends without a pull above DiLoCo at the raised learning rate, which skips nothing."""
-    cells: dict[tuple[int, float], dict[str, str]] = {}
+    rows: dict[tuple[float, ...], dict[str, str]] = {}
     for row in experiment(name)["parts"][part]["settings"]:
-        given, over = row["given"], row["over_controls"]
+        pull, over = row["given"]["pull"], row["over_controls"]
         if "equal-gradients" not in over:
             continue
-        place = cells.setdefault((given["sync_every"], given["mix_prob"]), {})
-        place[f"pull {given['pull']:g}"] = share(over["equal-gradients"], digits)
-        if given["pull"] == 0:
-            place["skipping"] = share(over["raised-lr"], digits)
-    pulls = list(dict.fromkeys(each for own in cells.values() for each in sorted(own)
-                               if each != "skipping"))  # fmt: skip
-    rows = [(str(h), f"{p:g}", own["skipping"], *(own[pull] for pull in pulls))
-            for (h, p), own in sorted(cells.items())]  # fmt: skip
-    head = ("H", "p", "pull 0 over the raised learning rate")
-    return markdown((*head, *(f"{pull}, equal gradients" for pull in pulls)), rows)
+        own = rows.setdefault(_mixed(row), {})
+        own[f"pull {pull:g}, equal gradients"] = share(over["equal-gradients"], digits)
+        if pull == 0:
+            own["pull 0 over the raised learning rate"] = share(over["raised-lr"], digits)
+    return _by_mixing(rows)
+
+
+def _mixed(row: Record) -> tuple[float, ...]:
+    return tuple(row["given"][key] for key in ("sync_every", "lr", "mix_prob"))
+
+
+def _by_mixing(rows: dict[tuple[float, ...], dict[str, str]]) -> str:
+    """Cells by H, learning rate and p. A learning rate that all have is not shown."""
+    shown = [0, 2] if len({lr for _, lr, _ in rows}) == 1 else [0, 1, 2]
+    columns = sorted(next(iter(rows.values())))
+    cells = [(*(f"{place[i]:g}" for i in shown), *(own[column] for column in columns))
+             for place, own in sorted(rows.items())]  # fmt: skip
+    return markdown((*(("H", "lr", "p")[i] for i in shown), *columns), cells)
 
 
 def optimizers_map(name: str, part: str) -> str:

@@ -164,6 +164,21 @@ def test_pulls_are_compared_at_the_same_point_where_diloco_trains(made_of):
     assert rows[1][1:] == rows[2][1:]
 
 
+def test_a_map_has_rows_by_learning_rate_where_that_varies(made_of):
+    settings = [
+        settings_of("palsgd", 1.0, over, lr=lr, sync_every=8, mix_prob=0.1, pull=pull)
+        for lr, pull, over in ((0.01, 0.0, 0.01), (0.01, 0.5, 0.02), (0.03, 0.0, 0.03),
+                               (0.03, 0.5, 0.04))
+    ]  # fmt: skip
+    rows = made_of("pull_map", settings, 0)
+    assert rows[0] == ["H", "lr", "p", "pull 0", "pull 0.5"]
+    assert [[*row[:3], row[3][:3], row[4][:3]] for row in rows[1:]] == [
+        ["8", "0.01", "0.1", "+1%", "+2%"], ["8", "0.03", "0.1", "+3%", "+4%"]
+    ]  # fmt: skip
+    one = made_of("pull_map", settings[:2], 0)
+    assert one[0] == ["H", "p", "pull 0", "pull 0.5"]
+
+
 def test_a_published_figure_varies_one_of_eta_and_p(made_of):
     settings = [
         settings_of("palsgd", 1.0, over, lr=0.01, sync_every=8, mix_prob=p, mix_rate=eta)
