@@ -85,7 +85,7 @@ def along(field: str, *methods: str, **where: object) -> Reading:
 
 def _named(found: Comparison, method: str) -> list[Group]:
     """The settings of a method, or those of a control by its name."""
-    own = [each for each in found.groups if each.given_name == method]
+    own = [each for each in found.groups if each.given_name and each.kind == method]
     return own or [
         each
         for each in found.groups

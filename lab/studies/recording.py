@@ -162,7 +162,7 @@ def _settings_record(
     reached = {each.group: each for each in found.to_target()}
     return {
         "label": row.group.label,
-        "method": row.group.given_name or row.group.method,
+        "method": row.group.kind,
         "given": {name: row.group.settings.get(name) for name in GIVEN},
         "seeds": row.group.seeds,
         "loss": row.loss.as_dict(),

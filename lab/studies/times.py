@@ -109,7 +109,7 @@ def _row(found: dict[str, Comparison], own: Group, reached: bool) -> dict[str, A
     goal = next(iter(goals.values()))
     return {
         "label": own.label,
-        "method": own.given_name or own.method,
+        "method": own.kind,
         "baseline": own.is_baseline,
         "given": {name: own.settings.get(name) for name in GIVEN},
         "seeds": own.seeds,

@@ -142,10 +142,10 @@ def one_grid():
 
 def test_a_map_counts_the_points_that_train_and_compares_where_diloco_does(made_of):
     rows = {row[1]: row for row in made_of("grid_map", list(one_grid()))}
-    assert rows["diloco"][2:] == ["1.0000", "1 of 3", "2 of 3", "", ""]
+    assert rows["diloco"][2:] == ["1.0000", "1 of 3", "2 of 3", "", "", ""]
     assert rows["palsgd, pull 0.5"][2:5] == ["1.2000", "0 of 3", "2 of 3"]
     assert rows["palsgd, pull 0.5"][5].startswith("+50.5% ["), "of two points, not of three"
-    assert rows["palsgd, pull 0.5"][6] == "+80%"
+    assert rows["palsgd, pull 0.5"][6:] == ["+50.5%", "+80.0%"], "the median and the worst"
 
 
 def test_a_run_that_ended_without_a_loss_does_not_train(made_of):
@@ -162,6 +162,37 @@ def test_pulls_are_compared_at_the_same_point_where_diloco_trains(made_of):
     assert rows[1][1].startswith("+15.0% ["), "the mean of 10% and 20%"
     assert rows[1][2].startswith("+30.0% ["), "the mean of 10% and 50%"
     assert rows[1][1:] == rows[2][1:]
+
+
+def test_points_that_diverged_are_counted_and_have_no_share(made_of):
+    settings = [*one_grid(), settings_of("diloco", 1.2, lr=0.4, sync_every=8)]
+    for pull in (0.0, 0.25, 0.5):
+        own = settings_of("palsgd", None if pull == 0.5 else 1.2, 0.0, lr=0.4, sync_every=8,
+                          pull=pull)  # fmt: skip
+        own["over_plain"]["value"] = None if pull == 0.5 else 0.0
+        settings.append(own)
+    row = next(row for row in made_of("grid_map", settings) if row[1] == "palsgd, pull 0.5")
+    assert row[5].endswith("without 1 diverged")
+    assert row[7] == "diverged"
+    assert made_of("stronger_pulls", settings)[1][2].endswith("without 1 diverged")
+
+
+def test_a_grid_of_which_nothing_ended_has_no_point_near_its_best(made_of):
+    settings = [settings_of("diloco", None, lr=lr, sync_every=8) for lr in (0.1, 0.2)]
+    (row,) = made_of("grid_map", settings)[1:]
+    assert row[3:5] == ["0 of 2", "0 of 2"]
+
+
+def test_an_outer_step_is_compared_with_the_best_at_the_same_h_and_learning_rate(made_of):
+    losses = {(8, 0.1): (1.0, 1.1), (8, 0.2): (3.0, 2.0), (16, 0.1): (5.0, 6.0)}
+    settings = [
+        settings_of("diloco", loss, lr=lr, sync_every=h, outer_lr=outer, outer_momentum=0.5)
+        for (h, lr), both in losses.items() for outer, loss in zip((0.4, 0.8), both, strict=True)
+    ]  # fmt: skip
+    settings.append(settings_of("localsgd", 0.1, lr=0.1, sync_every=8))
+    assert made_of("outer_steps", settings) == [
+        ["method", "0.4, 0.5", "0.8, 0.5"], ["diloco", "+0.0%, +50.0%", "+10.0%, +20.0%"]
+    ]  # fmt: skip
 
 
 def test_a_map_has_rows_by_learning_rate_where_that_varies(made_of):

@@ -222,6 +222,14 @@ def test_a_headline_says_at_once_only_where_no_time_is_taken(tmp_path):
     assert "PALSGD reaches DDP's loss with seeds that DDP has not, and not with those that" in said
 
 
+def test_a_headline_says_which_of_two_never_arrives_with_the_seeds_that_both_have(tmp_path):
+    for seed, end in ((1, 3.0), (2, 1.0), (3, 1.0)):
+        write(tmp_path / f"d{seed}", [4.0, 3.5, end], method="ddp", seed=seed, simulated=True)
+    write(tmp_path / "palsgd", [4.0, 2.0, 1.5], method="palsgd", seed=1, simulated=True)
+    said = over_a_link(tmp_path)
+    assert "PALSGD reaches DDP's loss where DDP never is with the seeds that both have" in said
+
+
 def test_a_headline_of_a_method_that_ends_worse_than_it_began_has_its_end_at_once(tmp_path):
     for method, losses in (("ddp", [2.3, 1.0, 0.5]), ("palsgd", [2.3, 4.0, 5.0])):
         lines = [runs.line(100 * i, loss=loss, metric=0.0) for i, loss in enumerate(losses)]

@@ -13,9 +13,10 @@ from hypothesis import strategies as some
 from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import group
 from palsgd.lab.report import find_runs, write_report
+from palsgd.lab.report.ablations import ablations
 from palsgd.lab.report.bars import draw_spent, draw_timelines
 from palsgd.lab.report.canvas import log_ticks
-from palsgd.lab.report.drawn import MOST, drawn
+from palsgd.lab.report.drawn import MOST, drawn, drawn_beside
 from palsgd.lab.report.heat_maps import SHADES, best_of, heat_maps, in_words, shade_of
 from palsgd.lab.report.speedups import QualityUnit, noise_line, speed_lines
 from palsgd.lab.settings import Settings
@@ -154,6 +155,82 @@ def test_a_page_with_lines_of_some_settings_says_so_and_has_buttons_for_these(
                       for tag in ("button", "g"))  # fmt: skip
     assert len(buttons) == 4
     assert lines == buttons
+
+
+def test_lines_include_all_that_verdicts_are_of_and_what_they_are_measured_against(
+    tmp_path, monkeypatch
+):
+    for workers in (2, 4, 8):  # with more workers losses are higher, for a reason of its own
+        for at, method in enumerate(("ddp", "localsgd", "diloco")):
+            write(tmp_path / f"{method}{workers}", [1.0, workers / 10 - at / 100], method=method,
+                  workers=workers)  # fmt: skip
+        for lr in range(4):
+            write(tmp_path / f"{workers}more{lr}", [1.0, workers / 10 + lr / 100], method="diloco",
+                  workers=workers, lr=1.0 + lr)  # fmt: skip
+    monkeypatch.setattr(sys.modules[drawn.__module__], "MOST", 4)
+    scales = [(each.method, each.settings["workers"]) for each in drawn(comparison(tmp_path))]
+    assert sorted(scales) == [(m, k) for m in ("ddp", "diloco", "localsgd") for k in (2, 4, 8)]
+    monkeypatch.setattr(sys.modules[drawn.__module__], "MOST", 12)
+    rest = [each.settings["workers"] for each in drawn(comparison(tmp_path))
+            if each.settings.get("lr", 0) >= 1.0]  # fmt: skip
+    assert sorted(rest) == [2, 4, 8], "the best of each number of workers, not the three of 2"
+
+
+def test_a_setting_of_which_a_seed_diverged_is_not_the_best(tmp_path, monkeypatch):
+    for seed, end in ((1, 0.1), (2, math.inf)):
+        write(tmp_path / f"hot{seed}", [1.0, end], method="diloco", lr=9.0, seed=seed)
+        write(tmp_path / f"calm{seed}", [1.0, 0.5], method="diloco", lr=1.0, seed=seed)
+        write(tmp_path / f"fair{seed}", [1.0, 0.55], method="diloco", lr=2.0, seed=seed)
+        write(tmp_path / f"ddp{seed}", [1.0, 0.6], method="ddp", seed=seed)
+    found = comparison(tmp_path)
+    monkeypatch.setattr(sys.modules[drawn.__module__], "MOST", 3)
+    chosen = [each.settings["lr"] for each in drawn(found) if each.method == "diloco"]
+    assert chosen == [1.0, 2.0]
+    (by_lr,) = [each for each in ablations(found.groups) if each.field == "lr"]
+    (bundle,) = by_lr.bundles
+    curve = by_lr.curve(bundle, "loss")
+    assert curve.x["value"].tolist() == [1.0, 2.0], "no point where a seed diverged"
+
+
+def write_controls(folder, points):
+    """PALSGD at these learning rates, each with a control that ends higher than all of them."""
+    for at in range(points):
+        write(folder / f"lr={at + 1}", [1.0, 0.2 + at / 1000], lr=at + 1.0, method="palsgd")
+        name = f"diloco-raised-lr,lr={at + 1}"
+        write(folder / name, [1.0, 0.5 + at / 1000], lr=at + 1.5, method="diloco")
+
+
+def test_of_controls_of_many_points_the_best_is_drawn(tmp_path):
+    write_controls(tmp_path, 20)
+    chosen = drawn(comparison(tmp_path))
+    assert len(chosen) == MOST
+    assert [each.label for each in chosen if each.kind == "diloco-raised-lr"][:1] == [
+        "diloco-raised-lr,lr=1"
+    ]
+    assert sum(each.method == "palsgd" for each in chosen) == 20
+
+
+def test_a_control_that_is_a_setting_of_its_own_too_is_no_control(tmp_path):
+    write_controls(tmp_path, 2)
+    write(tmp_path / "lr=1.5", [1.0, 0.5], lr=1.5, method="diloco")
+    names = {each.settings["lr"]: each.given_name for each in comparison(tmp_path).groups}
+    assert names == {1.0: None, 2.0: None, 1.5: None, 2.5: "diloco-raised-lr,lr=2"}
+
+
+def test_flat_lines_of_many_settings_are_those_of_what_a_line_is_like(tmp_path):
+    for lr in (0.1, 0.2):
+        for h in (4, 8, 16, 32):
+            end = lr + h / 100
+            write(tmp_path / f"diloco{lr}{h}", [1.0, end], method="diloco", lr=lr, sync_every=h)
+            for eta in (0.5, 1.0) if lr == 0.2 else ():
+                write(tmp_path / f"palsgd{h}{eta}", [1.0, end], method="palsgd", lr=lr,
+                      sync_every=h, mix_rate=eta)  # fmt: skip
+    found = comparison(tmp_path)
+    (by_eta,) = [each for each in ablations(found.groups) if each.field == "mix_rate"]
+    assert len(by_eta.beside) == 8
+    flat = drawn_beside(found, by_eta)
+    assert [each.settings["lr"] for each in flat] == [0.2] * 4, "not the lower ends at 0.1"
+    assert "Flat lines of 4 of 8: of what a line is like, those that end at" in page_of(tmp_path)
 
 
 # --- robustness maps

@@ -35,18 +35,18 @@ def ringing(request):
 
 def gone_soon(lookout):
     until = time.monotonic() + patient(10)
-    while not lookout.gone(7) and time.monotonic() < until:
+    while not lookout.gone([7]) and time.monotonic() < until:
         time.sleep(0.01)
-    return lookout.gone(7)
+    return lookout.gone([7])
 
 
 @pytest.mark.parametrize("ringing", [False, True], indirect=True, ids=["alone", "with a child"])
 def test_a_process_that_was_killed_is_gone_although_its_child_lives(ringing):
     process, address = ringing
     with Lookout({7: address}, 30) as lookout:
-        assert not lookout.gone(7)
+        assert not lookout.gone([7])
         os.kill(process.pid, signal.SIGSTOP)
-        assert not lookout.gone(7)  # stopped
+        assert not lookout.gone([7])  # stopped
         os.kill(process.pid, signal.SIGKILL)
         assert gone_soon(lookout)
     assert answers(address) is False
@@ -55,9 +55,9 @@ def test_a_process_that_was_killed_is_gone_although_its_child_lives(ringing):
 def test_a_call_outlasts_the_answer_of_a_worker_that_is_waited_for():
     bell = Doorbell("127.0.0.1")
     with Lookout({7: bell.address}, 30) as lookout:
-        assert not lookout.gone(7)
+        assert not lookout.gone([7])
         bell.answer()
-        assert not lookout.gone(7)
+        assert not lookout.gone([7])
         bell.close()
         assert gone_soon(lookout)
 

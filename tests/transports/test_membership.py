@@ -163,6 +163,7 @@ def turn_off(monkeypatch, *workers):
 
     def call(address, timeout=None):
         if address in off:
+            time.sleep(timeout)
             raise TimeoutError
         return connect(address, timeout=timeout)
 
@@ -181,7 +182,7 @@ def test_a_newcomer_takes_the_number_of_a_worker_whose_machine_is_off(monkeypatc
 
 
 def test_workers_whose_machine_is_off_are_waited_for_at_once(monkeypatch):
-    _, there, *lost = met_once(4, timeout=1.0)
+    _, there, *lost = met_once(8, timeout=1.0)
     turn_off(monkeypatch, *lost)
     since = time.monotonic()
     there.meet("the next", patient=True)
@@ -226,3 +227,27 @@ def test_a_worker_that_comes_too_late_says_nothing_in_the_name_of_one_that_has_i
     there._bell.close()
     met()
     assert newcomer.members == [1], "it goes on alone"
+
+
+def test_a_worker_that_comes_after_many_meetings_decides_none_of_them_again():
+    board, there, late = met_once(2, deadline=patient(0.3), timeout=0.5)
+    late._board = stalled = Stalled(board)
+
+    def come_too_late():
+        with pytest.raises(LeftOutError):
+            late.meet("the next", patient=True)
+
+    left_out = beside(come_too_late)
+    assert stalled.is_held.wait(patient(10))
+    newcomer, joined = newcomer_for(board, 5)
+    there.meet("the next", patient=False)
+    there.admit()
+    joined()
+    there._bell.close()  # all whom the late one knows are gone, and their notes are forgotten
+    for _ in range(membership._KEPT + 8):
+        newcomer.meet("another", patient=True)
+        newcomer.settle()
+    stalled.let_go.set()
+    left_out()
+    assert board.read("latest")["meeting"] == newcomer.meeting
+    assert board.read("latest")["roster"] == newcomer.roster.as_note()

@@ -47,10 +47,18 @@ class Group:
     @property
     def given_name(self) -> str | None:
         """A collection may name a setting after what it is for: a folder METHOD-NAME. None: the
-        settings that differ tell groups apart."""
-        names = {run.point for run in self.runs}
+        settings that differ tell groups apart. A setting that was also run without such a name is
+        the method's own."""
+        own = [run for run in (*self.runs, *self.repeats) if run.twin_place is None]
+        names = {run.point for run in own}
         name = names.pop() if len(names) == 1 else ""
         return name if name.startswith(f"{self.method}-") else None
+
+    @property
+    def kind(self) -> str:
+        """The method, or the control that the group is: of a name METHOD-NAME,SETTINGS what stands
+        before the settings."""
+        return (self.given_name or self.method).partition(",")[0]
 
     @property
     def finished(self) -> list[Run]:

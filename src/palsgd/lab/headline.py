@@ -3,6 +3,8 @@
 import math
 import re
 
+import numpy as np
+
 from palsgd import registry
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group
@@ -84,7 +86,19 @@ def _how_soon(comparison: Comparison, row: ToTarget, base: Group) -> str:
         return "at once"
     if not comparison.to_quality(base, row.target).reached:
         return "where the other never is"
+    if not _reaches(comparison, base, row):
+        return f"where {_title(base)} never is with the seeds that both have"
     return f"with seeds that {_title(base)} has not, and not with those that both have"
+
+
+def _reaches(comparison: Comparison, group: Group, row: ToTarget) -> bool:
+    """Is the group at the quality of the row with the seeds that both have?"""
+    own, other = comparison.curve(group), comparison.curve(row.group)
+    if own is None or other is None:
+        return False
+    common = [at for at, seed in enumerate(own.seeds) if seed in other.seeds]
+    level = comparison.quality.sign * row.target.value
+    return bool(common) and bool(own.mean(np.array(common))[-1] <= level)
 
 
 def _sooner(faster: Interval) -> str:

@@ -158,9 +158,12 @@ def update_rows(
         update, size = compiled_update(update), len(x)  # one kernel reads each element once
     else:
         size = len(x) if x.device.type != "cpu" else max(1, PIECE // max(1, x[0].nbytes))
+    flat = [None if each is None else rows(each) for each in tensors]
+    if size >= len(x):
+        update(*flat, *rest)
+        return
     for at in range(0, len(x), size):
-        piece = (None if each is None else rows(each[at : at + size]) for each in tensors)
-        update(*piece, *rest)
+        update(*(None if each is None else each[at : at + size] for each in flat), *rest)
 
 
 @cache

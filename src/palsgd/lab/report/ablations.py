@@ -1,6 +1,6 @@
 """Final values against one setting, the others held equal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,12 @@ class Ablation:
         return None if numbers else [shown(v) for v in self.values]
 
     def curve(self, bundle: Group, key: str) -> Curve | None:
-        """The mean over the runs at each value, with its interval."""
-        found: dict[str, list[float]] = {}
+        """The mean over the runs at each value, with its interval. A value at which a seed has no
+        finite end has no point."""
+        every: dict[str, list[float | None]] = {}
         for run in bundle.runs:
-            if (value := final(run, key)) is not None:
-                found.setdefault(repr(run.config.get(self.field)), []).append(value)
+            every.setdefault(repr(run.config.get(self.field)), []).append(final(run, key))
+        found = {at: finite for at, own in every.items() if (finite := all_there(own))}
         values = [value for value in self.values if repr(value) in found]
         if not values:
             return None
@@ -43,6 +44,13 @@ class Ablation:
         mean, (low, high) = np.array([m.value for m in means]), np.array(ends).T
         n = min(m.n for m in means)
         return Curve({"value": np.array(x, dtype=float)}, mean, low, high, n)
+
+
+def all_there(values: Iterable[float | None]) -> list[float]:
+    """The values of all seeds, or none of them: the mean without a seed that diverged flatters."""
+    found = list(values)
+    there = [value for value in found if value is not None]
+    return there if len(there) == len(found) else []
 
 
 def final(run: Run, key: str) -> float | None:

@@ -15,7 +15,7 @@ from palsgd.lab.comparison import Comparison
 from palsgd.lab.groups import Group, group, named
 from palsgd.lab.judging.robustness import FIELDS
 from palsgd.lab.report import formats
-from palsgd.lab.report.ablations import Ablation, ablations, final
+from palsgd.lab.report.ablations import Ablation, ablations, all_there, final
 from palsgd.lab.report.about import facts, notes, values_of
 from palsgd.lab.report.canvas import Plot
 from palsgd.lab.report.curves import AXES, average
@@ -252,10 +252,17 @@ class Section:
         beside = drawn_beside(self.comparison, ablation)
         lines = [*numbered, *((self.groups.index(each), each) for each in beside)]
         legend = [(number, each.label) for number, each in lines]
-        caption = ""
-        if len(bundles) < len(ablation.bundles):
-            caption = f"Lines of the {len(bundles)} best of {len(ablation.bundles)} settings."
+        caption = self._left_out(ablation, len(bundles), len(beside))
         return Panel(f"by {named(ablation.field)}", "final", variants, caption, legend)
+
+    def _left_out(self, ablation: Ablation, lines: int, flat: int) -> str:
+        """Which settings have lines where not all have."""
+        best, words = f"those that end at the best {self.comparison.quality.name}", []
+        if lines < (every := len(ablation.bundles)):
+            words.append(f"Lines of {lines} of {every} settings: {best}, at any value.")
+        if flat < (every := len(ablation.beside)):
+            words.append(f"Flat lines of {flat} of {every}: of what a line is like, {best}.")
+        return " ".join(words)
 
     def _ablation_plot(
         self, ablation: Ablation, numbered: list[tuple[int, Group]], key: str, name: str
@@ -277,8 +284,7 @@ class Section:
 
     def _beside(self, ablation: Ablation, key: str) -> Iterable[Reference]:
         for each in drawn_beside(self.comparison, ablation):
-            values = [v for run in each.runs if (v := final(run, key)) is not None]
-            if values:
+            if values := all_there(final(run, key) for run in each.finished):
                 value, number = fmean(values), self.groups.index(each)
                 yield Reference(each.label, value, value, number, self.line_styles[number])
 

@@ -9,7 +9,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 Address = tuple[str, int]
@@ -109,6 +110,7 @@ class Lookout:
         self._addresses, self._patience = addresses, patience
         self._calls: dict[int, socket.socket] = {}
         self._silent_since: dict[int, float] = {}
+        self._gone: set[int] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -117,18 +119,31 @@ class Lookout:
         for call in self._calls.values():
             call.close()
 
-    def gone(self, number: int) -> bool:
-        if number in self._calls:
-            return _is_over(self._calls[number])
-        call, listens = _called(self._addresses[number])
+    def gone(self, numbers: Iterable[int]) -> set[int]:
+        """Those of them that are gone. All are called at once, as a call may ring for a second."""
+        new = [n for n in numbers if n not in self._calls and n not in self._gone]
+        since = time.monotonic()
+        with ThreadPoolExecutor(max(1, len(new))) as pool:
+            for number, answer in zip(new, pool.map(self._call, new), strict=True):
+                self._keep(number, since, *answer)
+        self._gone.update(n for n, call in self._calls.items() if _is_over(call))
+        return self._gone.intersection(numbers)
+
+    def _call(self, number: int) -> tuple[socket.socket | None, bool | None]:
+        return _called(self._addresses[number])
+
+    def _keep(
+        self, number: int, since: float, call: socket.socket | None, listens: bool | None
+    ) -> None:
         if call is not None:
             self._calls[number] = call
             call.setblocking(False)
             _keep_alive(call, self._patience)
         if listens is None:
-            since = self._silent_since.setdefault(number, time.monotonic())
-            return time.monotonic() - since > self._patience
-        return not listens
+            first = self._silent_since.setdefault(number, since)
+            listens = time.monotonic() - first <= self._patience
+        if not listens:
+            self._gone.add(number)
 
 
 def _keep_alive(call: socket.socket, patience: float) -> None:

@@ -236,11 +236,13 @@ class Membership:
                     return found
                 over = until is not None and time.monotonic() >= until
                 present = self._present(stage)
-                if not over:  # a last look would cost a second for each who gives no answer
-                    late = [n for n in self.members if n not in present and not lookout.gone(n)]
+                if not over:  # a last look would cost a second if somebody gives no answer
+                    absent = [n for n in self.members if n not in present]
+                    gone = lookout.gone(absent)
+                    late = [n for n in absent if n not in gone]
+                self._check_passed()  # before it decides under a key that the others have forgotten
                 if over or not late:
                     return self._board.decide(key, propose(present, late))
-                self._check_passed()
 
     def _present(self, stage: str) -> list[int]:
         """The workers that have come to a stage of this meeting."""
