@@ -28,18 +28,20 @@ Varied = Mapping[str, Sequence[Any]]  # the settings that are varied, with their
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Call):
-    """All points of a grid for each method, in one rung, equally many steps each, on data that are
-    held out of the training data. A method of fewer points has more seeds, so that all have about
-    as many runs. The best point of a method is written as `palsgd tune` writes it."""
+    """All points of a grid for each method, in one rung, equally many steps each, on the data of
+    `split`, with seeds that no comparison has. A method of fewer points has more seeds, so that all
+    have about as many runs. The best point of a method is written as `palsgd tune` writes it."""
 
-    RULE: ClassVar = (
-        "the lowest mean plus standard deviation over seeds, of all points of a grid, on data that "
-        "are held out"
-    )
+    RULE: ClassVar = "the lowest mean plus standard deviation over seeds, of all points of a grid"
+    ON: ClassVar = {
+        "choose": "on data that are held out of the training data",
+        "test": "on the data that are judged, with other seeds",
+    }
 
     methods: Mapping[str, Varied]
     # Points that are run beside them and not chosen, by a name; what they vary names the method.
     beside: Mapping[str, Varied] = field(default_factory=dict)
+    split: str = "choose"
 
     def judged(self, runs: Path, tuning: Path) -> None:
         return None
@@ -49,7 +51,7 @@ class Grid(Call):
 
     def points(self) -> dict[str, Settings]:
         """By the name of the run."""
-        base = workloads.recipe(self.recipe).changed({**self.settings, "split": "choose"})
+        base = workloads.recipe(self.recipe).changed({**self.settings, "split": self.split})
         varied = {name: {"method": [name], **own} for name, own in self.methods.items()}
         grids = {
             name: grid_of(base, {key: list(values) for key, values in own.items()})
@@ -76,8 +78,9 @@ class Grid(Call):
     def _record(self, folder: Path) -> dict[str, Any]:
         base = workloads.recipe(self.recipe).changed(self.settings)
         return {
-            "workload": base.workload, "recipe": self.recipe, **provenance(), "split": "choose",
-            "judged_on": workloads.kind(base.workload).judged_on, "rule": self.RULE,
+            "workload": base.workload, "recipe": self.recipe, **provenance(), "split": self.split,
+            "judged_on": workloads.kind(base.workload).judged_on,
+            "rule": f"{self.RULE}, {self.ON[self.split]}",
             "conditions": {name: getattr(base, name) for name in CONDITIONS},
             "search": {name: _lists(own) for name, own in self.methods.items()},
             "methods": {name: self._chosen(name, folder) for name in self.methods},

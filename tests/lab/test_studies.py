@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from importlib import import_module
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -123,6 +124,14 @@ def test_all_methods_of_a_grid_have_as_many_runs_and_seeds_that_no_comparison_ha
     assert {run.split for run in runs} == {"choose"}
     judged = {run.seed for run in comparison.stages()[0]}
     assert not judged & {run.seed for run in runs}
+
+
+def test_a_grid_may_choose_on_the_data_that_are_judged_with_other_seeds(modules):
+    grid, comparison = small_grid(modules)
+    runs = replace(grid, split="test").stages()[0]
+    judged = comparison.stages()[0]
+    assert {run.split for run in runs} == {run.split for run in judged} == {"test"}
+    assert not {run.seed for run in judged} & {run.seed for run in runs}
 
 
 def written(place):
