@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import mode
+from statistics import median, mode
 from typing import Any
 
 from markdown_table import markdown
@@ -73,9 +73,13 @@ def small_cnn() -> str:
 
 
 def share(found: Record, digits: int = 2) -> str:
-    """A share with its interval, in percent."""
-    value, low, high = (100 * found[key] for key in ("value", "low", "high"))
-    return f"{value:+.{digits}f}% [{low:+.{digits}f}, {high:+.{digits}f}]"
+    """A share with its interval, in percent. One pair has none; a run that diverged has no
+    share."""
+    if found["value"] is None:
+        return "diverged"
+    value, *bounds = (found[key] for key in ("value", "low", "high"))
+    ends = ", ".join(f"{100 * end:+.{digits}f}" for end in bounds if end is not None)
+    return f"{100 * value:+.{digits}f}%" + (f" [{ends}]" if ends else "")
 
 
 def pull_map(name: str, part: str, digits: int) -> str:
@@ -110,8 +114,8 @@ def _mixed(row: Record) -> tuple[float, ...]:
 def _by_mixing(rows: dict[tuple[float, ...], dict[str, str]]) -> str:
     """Cells by H, learning rate and p. A learning rate that all have is not shown."""
     shown = [0, 2] if len({lr for _, lr, _ in rows}) == 1 else [0, 1, 2]
-    columns = sorted(next(iter(rows.values())))
-    cells = [(*(f"{place[i]:g}" for i in shown), *(own[column] for column in columns))
+    columns = sorted({column for own in rows.values() for column in own})
+    cells = [(*(f"{place[i]:g}" for i in shown), *(own.get(column, "") for column in columns))
              for place, own in sorted(rows.items())]  # fmt: skip
     return markdown((*(("H", "lr", "p")[i] for i in shown), *columns), cells)
 
@@ -160,16 +164,27 @@ def grid_map(name: str, part: str) -> str:
         for variant in dict.fromkeys(map(_variant, rows)):
             own = [row for row in rows if _variant(row) == variant]
             losses = list(map(_loss, own))
-            near = sum(loss <= (1 + NEAR) * best for loss in losses)
+            near = sum(loss <= (1 + NEAR) * best < math.inf for loss in losses)
             trained = sum(loss < TRAINS * best for loss in losses)
-            above = [row["over_plain"]["value"] for row in own
+            above = [_over_plain(row) for row in own
                      if row["over_plain"] is not None and _point(row) in trains]  # fmt: skip
-            over = (_mean(above), f"{max(above):+.0%}") if above else ("", "")
+            over = (_mean(above), _percent(median(above)), _percent(max(above))) if above else ()
             cells.append((str(h), variant, f"{min(losses):.4f}", f"{near} of {len(own)}",
-                          f"{trained} of {len(own)}", *over))  # fmt: skip
+                          f"{trained} of {len(own)}", *(over or ("", "", ""))))  # fmt: skip
     columns = ("H", "method", "best loss", f"within {NEAR:.0%} of the best of all", "train",
-               "over DiLoCo, mean of points", "the worst of these")  # fmt: skip
+               "over DiLoCo, mean of points", "median", "worst")  # fmt: skip
     return markdown(columns, cells)
+
+
+def _over_plain(row: Record) -> float:
+    value = row["over_plain"]["value"]
+    return math.inf if value is None else value
+
+
+def _percent(value: float) -> str:
+    if not math.isfinite(value):
+        return "diverged"
+    return f"{value:+.1%}" if value < 1 else f"{1 + value:.1f} x"
 
 
 def stronger_pulls(name: str, part: str) -> str:
@@ -178,9 +193,11 @@ def stronger_pulls(name: str, part: str) -> str:
     of_all: dict[tuple[float, float], list[float]] = {}
     cells = []
     for h, rows in _by_interval(name, part).items():
-        losses = {(row["given"]["pull"], _point(row)): _loss(row) for row in rows}
-        pulls = sorted({pull for pull, _ in losses if pull is not None})
-        above = {(weak, strong): [losses[strong, point] / losses[weak, point] - 1
+        mixing = [row for row in rows if row["given"]["pull"] is not None]
+        losses = {(row["given"]["pull"], _point(row)): _loss(row) for row in mixing}
+        assert len(losses) == len(mixing), "pulls alone vary at a point"
+        pulls = sorted({pull for pull, _ in losses})
+        above = {(weak, strong): [_over(losses[strong, point], losses[weak, point])
                                   for point in _diloco_trains(rows)]
                  for weak, strong in pairwise(pulls)}  # fmt: skip
         cells.append((str(h), *map(_mean, above.values())))
@@ -189,6 +206,38 @@ def stronger_pulls(name: str, part: str) -> str:
     cells.append(("all", *map(_mean, of_all.values())))
     heads = (f"pull {strong:g} over {weak:g}" for weak, strong in of_all)
     return markdown(("H", *heads), cells)
+
+
+def outer_steps(name: str, part: str) -> str:
+    """How far above the best outer step at the same H and learning rate a method ends with each of
+    the outer steps of a grid: the median over learning rates, and the worst."""
+    cells, heads = [], []
+    for h, rows in _by_interval(name, part).items():
+        stepping = [row for row in rows if row["given"]["outer_lr"] is not None]
+        steps = sorted(set(map(_outer_step, stepping)))
+        heads = [f"{lr:g}, {momentum:g}" for lr, momentum in steps]
+        for variant in dict.fromkeys(map(_variant, stepping)):
+            own = [row for row in stepping if _variant(row) == variant]
+            losses = {(row["given"]["lr"], _outer_step(row)): _loss(row) for row in own}
+            assert len(losses) == len(own), "outer steps alone vary at a learning rate"
+            least = {lr: min(losses[lr, step] for step in steps) for lr, _ in losses}
+            above = [[_over(losses[lr, step], low) for lr, low in least.items() if low < math.inf]
+                     for step in steps]  # fmt: skip
+            cells.append((str(h), variant, *map(_median_and_worst, above)))
+    return markdown(("H", "method", *heads), cells)
+
+
+def _median_and_worst(above: list[float]) -> str:
+    return f"{_percent(median(above))}, {_percent(max(above))}" if above else "diverged"
+
+
+def _outer_step(row: Record) -> tuple[float, float]:
+    return row["given"]["outer_lr"], row["given"]["outer_momentum"]
+
+
+def _over(loss: float, other: float) -> float:
+    """nan where there is nothing to compare with."""
+    return loss / other - 1 if math.isfinite(other) else math.nan
 
 
 def _by_interval(name: str, part: str) -> dict[int, list[Record]]:
@@ -205,8 +254,11 @@ def _diloco_trains(rows: list[Record]) -> list[tuple[float, ...]]:
 
 
 def _mean(shares: list[float]) -> str:
-    """With the interval over the points of a grid."""
-    return share(of_mean(shares).as_dict(), 1)
+    """With the interval over the points of a grid, and the number of those that have no share."""
+    known = [each for each in shares if math.isfinite(each)]
+    text = share(of_mean(known).as_dict(), 1) if known else ""
+    without = len(shares) - len(known)
+    return f"{text}, without {without} diverged".lstrip(", ") if without else text
 
 
 def _variant(row: Record) -> str:
@@ -432,7 +484,7 @@ def chaos() -> str:
 
 PROJECTED = "2026-11-18-times"
 VARIED = {"workers": "K", "sync_every": "H", "mix_prob": "p", "pull": "pull"}
-DIGITS = "2026-11-18-digits-controls"
+DIGITS, SETTINGS = "2026-11-18-digits-controls", "2026-11-19-digits-settings"
 PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
 SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
 READINGS = {  # of PALSGD, as the labels of their settings say them
@@ -455,6 +507,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "pull-map-digits": partial(pull_map, PAYS_DIGITS, "digits-strength", 1),
     "controls-digits": partial(controls_map, DIGITS, "digits-strength", 1),
     "optimizers-digits": partial(optimizers_map, DIGITS, "digits-optimizers"),
+    "room-digits": partial(grid_map, SETTINGS, "digits-room"),
+    "outer-steps-digits": partial(outer_steps, SETTINGS, "digits-room"),
+    "stronger-pulls-digits": partial(stronger_pulls, SETTINGS, "digits-room"),
+    "eta-digits": partial(published_map, SETTINGS, "digits-eta", "mix_rate"),
+    "p-digits": partial(published_map, SETTINGS, "digits-eta", "mix_prob"),
+    "decided-digits": partial(pull_map, SETTINGS, "digits-decided", 1),
+    "decided-controls-digits": partial(controls_map, SETTINGS, "digits-decided", 1),
     "room": partial(room_map, PAYS, *INTERVALS),
     "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
     "shards-digits": partial(shards_map, "2026-11-17-digits-shards", "digits-shards"),

@@ -35,6 +35,7 @@ FILES = (
     "docs/cluster.md",
     "docs/memory.md",
     "docs/results.md",
+    "docs/skipping-and-pulling.md",
     "docs/state.md",
     "docs/times.md",
 )

@@ -177,6 +177,15 @@ def test_points_that_diverged_are_counted_and_have_no_share(made_of):
     assert made_of("stronger_pulls", settings)[1][2].endswith("without 1 diverged")
 
 
+def test_a_pull_that_alone_ended_is_not_compared_with_one_that_diverged(made_of):
+    settings = [settings_of("palsgd", loss, 0.0, lr=lr, sync_every=8, pull=pull)
+                for lr, pull, loss in ((0.1, 0.0, 1.0), (0.1, 0.5, 1.1), (0.2, 0.0, None),
+                                       (0.2, 0.5, 1.0))]  # fmt: skip
+    settings += [settings_of("diloco", 1.0, lr=lr, sync_every=8) for lr in (0.1, 0.2)]
+    (row, _) = made_of("stronger_pulls", settings)[1:]
+    assert row[1] == "+10.0%, without 1 diverged"
+
+
 def test_a_grid_of_which_nothing_ended_has_no_point_near_its_best(made_of):
     settings = [settings_of("diloco", None, lr=lr, sync_every=8) for lr in (0.1, 0.2)]
     (row,) = made_of("grid_map", settings)[1:]
@@ -184,15 +193,19 @@ def test_a_grid_of_which_nothing_ended_has_no_point_near_its_best(made_of):
 
 
 def test_an_outer_step_is_compared_with_the_best_at_the_same_h_and_learning_rate(made_of):
-    losses = {(8, 0.1): (1.0, 1.1), (8, 0.2): (3.0, 2.0), (16, 0.1): (5.0, 6.0)}
+    losses = {(8, 0.1): (1.0, 1.1), (8, 0.2): (3.0, 2.0), (8, 0.3): (None, 6.0),
+              (16, 0.1): (5.0, 6.0), (16, 0.2): (None, None), (32, 0.2): (None, None)}  # fmt: skip
     settings = [
         settings_of("diloco", loss, lr=lr, sync_every=h, outer_lr=outer, outer_momentum=0.5)
         for (h, lr), both in losses.items() for outer, loss in zip((0.4, 0.8), both, strict=True)
     ]  # fmt: skip
     settings.append(settings_of("localsgd", 0.1, lr=0.1, sync_every=8))
     assert made_of("outer_steps", settings) == [
-        ["method", "0.4, 0.5", "0.8, 0.5"], ["diloco", "+0.0%, +50.0%", "+10.0%, +20.0%"]
-    ]  # fmt: skip
+        ["H", "method", "0.4, 0.5", "0.8, 0.5"],
+        ["8", "diloco", "+50.0%, diverged", "+0.0%, +10.0%"],
+        ["16", "diloco", "+0.0%, +0.0%", "+20.0%, +20.0%"],
+        ["32", "diloco", "diverged", "diverged"],
+    ]
 
 
 def test_a_map_has_rows_by_learning_rate_where_that_varies(made_of):
