@@ -91,7 +91,8 @@ class Grid(Call):
         varied, ended = self.methods[method], defaultdict(list)
         own = {n: s for n, s in self.points().items() if n.startswith(f"{method},")}
         for name, settings in own.items():
-            point = tuple(getattr(settings, key) for key in varied)
+            given = settings.as_dict()
+            point = tuple(given[key] for key in varied)
             ended[point].append(self._end(RunFolder(folder / name)))
         best = min(ended, key=lambda point: unlucky(ended[point]))
         if not math.isfinite(unlucky(ended[best])):

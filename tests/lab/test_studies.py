@@ -134,6 +134,16 @@ def test_a_grid_may_choose_on_the_data_that_are_judged_with_other_seeds(modules)
     assert not {run.seed for run in judged} & {run.seed for run in runs}
 
 
+def test_a_grid_may_vary_a_setting_that_one_method_alone_has(modules, monkeypatch, tmp_path):
+    grid, _ = modules("grid").grid_comparison(
+        "point", "digits", {"anchordecay": {"decay": (0.1, 0.2)}}, tried=2, seeds=2, beside={},
+        workers=2, steps=16, batch_size=4, sync_every=8, warmup_steps=0,
+    )  # fmt: skip
+    ends = {"decay=0.1": 2.0, "decay=0.2": 1.0}
+    monkeypatch.setattr(type(grid), "_end", lambda _, run: ends[run.path.name.split(",")[1]])
+    assert grid._chosen("anchordecay", tmp_path)["settings"] == {"decay": 0.2}
+
+
 def written(place):
     return {path: path.stat().st_mtime_ns for path in place.folder.rglob("metrics.jsonl")}
 
