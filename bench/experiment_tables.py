@@ -307,6 +307,25 @@ def at_their_best(name: str, *parts: str) -> str:
     return markdown(("method", *(f"H = {part.rpartition('-')[2][1:]}" for part in parts)), rows)
 
 
+def best_beside_controls(name: str, *parts: str) -> str:
+    """What PALSGD at its best ends above DiLoCo at its best, and above each control, by H."""
+    cells = []
+    for part in parts:
+        rows = experiment(name)["parts"][part]["settings"]
+        (own,) = (row for row in rows if row["method"] == "palsgd")
+        given = own["given"]
+        chosen = (f"{given[key]:g}" for key in ("lr", "outer_lr", "outer_momentum", "pull"))
+        # Without a pull the control that has none is the same program.
+        over = {"no-pull": None} if given["pull"] == 0 else {}
+        over = own["over_controls"] | over
+        beside = (over[key] for key in ("equal-gradients", "raised-lr", "no-pull"))
+        cells.append((str(given["sync_every"]), ", ".join(chosen), share(own["over_plain"], 1),
+                      *("" if each is None else share(each, 1) for each in beside)))  # fmt: skip
+    columns = ("H", "lr, outer lr, momentum, pull", "over DiLoCo", "at equal gradients and syncs",
+               "over the raised learning rate", "over no pull")  # fmt: skip
+    return markdown(columns, cells)
+
+
 def _over_ddp(row: Record | None) -> str:
     if row is None:
         return ""
@@ -486,6 +505,8 @@ PROJECTED = "2026-11-18-times"
 VARIED = {"workers": "K", "sync_every": "H", "mix_prob": "p", "pull": "pull"}
 DIGITS, SETTINGS = "2026-11-18-digits-controls", "2026-11-19-digits-settings"
 PAYS, PAYS_DIGITS = "2026-11-16-when-it-pays", "2026-11-16-when-it-pays-digits"
+BEST = "2026-11-19-digits-best"
+BEST_PARTS = ("digits-best-H8", "digits-best-H32", "digits-best-H128")
 SHARDS = ("reshuffled", "dirichlet:1", "dirichlet:0.1")  # from alike to unlike
 READINGS = {  # of PALSGD, as the labels of their settings say them
     "ddp": "DDP",
@@ -516,6 +537,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "decided-controls-digits": partial(controls_map, SETTINGS, "digits-decided", 1),
     "room": partial(room_map, PAYS, *INTERVALS),
     "at-their-best": partial(at_their_best, PAYS, *INTERVALS),
+    "at-their-best-digits": partial(at_their_best, BEST, *BEST_PARTS),
+    "best-beside-controls-digits": partial(best_beside_controls, BEST, *BEST_PARTS),
     "shards-digits": partial(shards_map, "2026-11-17-digits-shards", "digits-shards"),
     "outer-digits": partial(outer_map, "2026-11-18-digits-outer", "digits-outer"),
     "released-digits": partial(released_table, "2026-11-17-released-code-digits", "digits"),

@@ -208,6 +208,20 @@ def test_an_outer_step_is_compared_with_the_best_at_the_same_h_and_learning_rate
     ]
 
 
+def test_the_best_of_a_search_is_beside_each_control_that_is_another_program(made_of):
+    own = settings_of("palsgd", 1.0, 0.07, lr=0.03, sync_every=8, outer_lr=0.4, outer_momentum=0.9,
+                      pull=0.5)  # fmt: skip
+    controls = {"equal-gradients": 0.02, "raised-lr": 0.06, "no-pull": -0.01}
+    own["over_controls"] = {key: dict.fromkeys(("value", "low", "high"), value)
+                            for key, value in controls.items()}  # fmt: skip
+    others = [settings_of("diloco", 1.0, sync_every=8), settings_of("palsgd-no-pull", 1.0, 0.0)]
+    _, row = made_of("best_beside_controls", [*others, own])
+    assert row[:2] == ["8", "0.03, 0.4, 0.9, 0.5"]
+    assert [cell.split(" ")[0] for cell in row[2:]] == ["+7.0%", "+2.0%", "+6.0%", "-1.0%"]
+    own["given"]["pull"] = 0.0
+    assert made_of("best_beside_controls", [own])[1][-1] == ""
+
+
 def test_a_map_has_rows_by_learning_rate_where_that_varies(made_of):
     settings = [
         settings_of("palsgd", 1.0, over, lr=lr, sync_every=8, mix_prob=0.1, pull=pull)
