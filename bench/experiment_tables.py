@@ -316,8 +316,7 @@ def best_beside_controls(name: str, *parts: str) -> str:
         given = own["given"]
         chosen = (f"{given[key]:g}" for key in ("lr", "outer_lr", "outer_momentum", "pull"))
         # Without a pull the control that has none is the same program.
-        over = {"no-pull": None} if given["pull"] == 0 else {}
-        over = own["over_controls"] | over
+        over = own["over_controls"] | ({} if given["pull"] else {"no-pull": None})
         beside = (over[key] for key in ("equal-gradients", "raised-lr", "no-pull"))
         cells.append((str(given["sync_every"]), ", ".join(chosen), share(own["over_plain"], 1),
                       *("" if each is None else share(each, 1) for each in beside)))  # fmt: skip
