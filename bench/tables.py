@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import experiment_tables
+import mixing_tables
 from markdown_table import markdown
 
 HERE = Path(__file__).resolve().parent
@@ -486,6 +487,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory-gpu": partial(memory, "memory-h200"),
     "memory-cpu": partial(memory, "memory-2cores"),
     **experiment_tables.TABLES,
+    **mixing_tables.TABLES,
 }
 
 

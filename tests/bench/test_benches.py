@@ -11,7 +11,8 @@ from support.commands import ran
 from support.places import BENCH
 
 # What the scripts share, and tables, which test_tables.py is about.
-NOT_BENCHMARKS = ("common", "tables", "experiment_tables", "markdown_table", "time_rows")
+NOT_BENCHMARKS = ("common", "tables", "experiment_tables", "mixing_tables", "markdown_table",
+                  "time_rows")  # fmt: skip
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NOT_BENCHMARKS)
 
 

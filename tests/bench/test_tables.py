@@ -118,13 +118,14 @@ def made_of(monkeypatch, tmp_path):
     """The table that a function makes of one part with these settings."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import experiment_tables
+    import mixing_tables
 
     def table(function, settings, *more):
         (tmp_path / "made").mkdir(exist_ok=True)
         record = {"parts": {"part": {"settings": settings}}}
         (tmp_path / "made" / "summary.json").write_text(json.dumps(record))
         monkeypatch.setattr(experiment_tables, "EXPERIMENTS", tmp_path)
-        text = getattr(experiment_tables, function)("made", "part", *more)
+        text = getattr(mixing_tables, function)("made", "part", *more)
         return [re.split(r" ?\| ?", row)[1:-1] for row in text.splitlines() if "---" not in row]
 
     return table

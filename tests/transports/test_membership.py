@@ -157,6 +157,20 @@ def met_once(count, **how):
     return board, *workers
 
 
+def stalled_on_the_way(late, board):
+    """A worker that is held before it has come to the next meeting, and the end of its call: when
+    it is let go it finds that it has been left out."""
+    late._board = stalled = Stalled(board)
+
+    def come_too_late():
+        with pytest.raises(LeftOutError):
+            late.meet("the next", patient=True)
+
+    left_out = beside(come_too_late)
+    assert stalled.is_held.wait(patient(10))
+    return stalled, left_out
+
+
 def turn_off(monkeypatch, *workers):
     """From now on calls of these workers get no answer at all, as if their machine were off."""
     off, connect = {each._bell.address for each in workers}, socket.create_connection
@@ -203,14 +217,7 @@ def test_a_worker_that_is_only_late_keeps_its_number_from_newcomers():
 
 def test_a_worker_that_comes_too_late_says_nothing_in_the_name_of_one_that_has_its_number():
     board, there, late = met_once(2, deadline=patient(0.3))
-    late._board = stalled = Stalled(board)
-
-    def come_too_late():
-        with pytest.raises(LeftOutError):
-            late.meet("the next", patient=True)
-
-    left_out = beside(come_too_late)
-    assert stalled.is_held.wait(patient(10))
+    stalled, left_out = stalled_on_the_way(late, board)
     there.meet("the next", patient=False)
     newcomer, joined = newcomer_for(board, 1)
     there.meet("the one after", patient=False)
@@ -231,14 +238,7 @@ def test_a_worker_that_comes_too_late_says_nothing_in_the_name_of_one_that_has_i
 
 def test_a_worker_that_comes_after_many_meetings_decides_none_of_them_again():
     board, there, late = met_once(2, deadline=patient(0.3), timeout=0.5)
-    late._board = stalled = Stalled(board)
-
-    def come_too_late():
-        with pytest.raises(LeftOutError):
-            late.meet("the next", patient=True)
-
-    left_out = beside(come_too_late)
-    assert stalled.is_held.wait(patient(10))
+    stalled, left_out = stalled_on_the_way(late, board)
     newcomer, joined = newcomer_for(board, 5)
     there.meet("the next", patient=False)
     there.admit()
