@@ -56,12 +56,13 @@ SUBJECTS = (
     Subject("small-cnn-K", "2026-11-17-small-cnn", ("workers",), assumed("10ms")),
     Subject("stories-H", "2026-11-16-when-it-pays", ("H16", "H64", "H256"), assumed("50ms")),
     Subject("stories-p", "2026-11-16-when-it-pays", ("strength",), assumed("50ms"), "H16"),
-    Subject("resnet50", "2026-11-18-resnet50", ("target",),
+    Subject("resnet50", "2026-11-19-resnet50-steady", ("steady",),
             links(C, 4, of_photographs(64, pixels=96))),
     Subject("gpt-neo-8m", "2026-11-16-gpt-neo-8m", ("corpus",),
             of_gpt_neo_8m(16, tokens=TINY_STORY)),
     Subject("gpt-neo-8m-endless", "2026-11-17-gpt-neo-8m-endless", ("main",), of_gpt_neo_8m(256)),
-    Subject("gpt-neo-125m", "2026-11-17-gpt-neo-125m", ("main",),
+    Subject("gpt-neo-8m-seeds", "2026-11-19-gpt-neo-8m-seeds", ("seeds",), of_gpt_neo_8m(32)),
+    Subject("gpt-neo-125m", "2026-11-19-gpt-neo-125m-gentle", ("gentle",),
             links(B, 8, of_stories(GPT_125M, 32, STORY))),
 )  # fmt: skip
 
