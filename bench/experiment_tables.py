@@ -33,7 +33,7 @@ def tuned_digits() -> str:
     losses = {name: each["loss"] for name, each in found.items()}
     ddp = losses["ddp"]["value"]
     rows = [
-        (title, "{value:.4f} [{low:.4f}, {high:.4f}]".format(**loss), f"{loss['deviation']:.1%}",
+        (title, interval_of(loss), f"{loss['deviation']:.1%}",
          "" if loss["value"] == ddp else f"{loss['value'] / ddp - 1:+.0%}")
         for title, loss in zip(titles(losses), losses.values(), strict=True)
     ]  # fmt: skip
@@ -126,6 +126,25 @@ def accuracies(name: str, part: str) -> str:
     return markdown(("method", "accuracy", "gradients"), rows)
 
 
+def losses(name: str, part: str) -> str:
+    """Loss and gradients of each method, beside DDP and DiLoCo."""
+    rows = [
+        (row["label"], interval_of(row["loss"]),
+         "" if row["difference"] is None else share(row["difference"], 1),
+         "" if row["over_plain"] is None else share(row["over_plain"], 1),
+         f"{row['totals']['gradient_steps']:.0f}")
+        for row in experiment(name)["parts"][part]["settings"]
+    ]  # fmt: skip
+    return markdown(("method", "loss", "over DDP", "over DiLoCo", "gradients"), rows)
+
+
+def interval_of(found: Record) -> str:
+    """One seed has none."""
+    if found["low"] is None:
+        return f"{found['value']:.4f}"
+    return "{value:.4f} [{low:.4f}, {high:.4f}]".format(**found)
+
+
 def times_table(subject: str, varied: tuple[str, ...], *, over: str = "", **only: Any) -> str:
     """Projected seconds to DDP's quality at its end, or to the method's own, and how many times
     sooner than DDP has the same. `over`: the name of the paper's cluster, if there is one."""
@@ -200,7 +219,7 @@ def chaos() -> str:
     return markdown([*shown.values()], [[str(tally[name]) for name in shown] for tally in tallies])
 
 
-PROJECTED = "2026-11-18-times"
+PROJECTED = "2026-11-19-times"
 VARIED = {"workers": "K", "sync_every": "H", "mix_prob": "p", "pull": "pull"}
 READINGS = {  # of PALSGD, as the labels of their settings say them
     "ddp": "DDP",
@@ -229,6 +248,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "vgg16-interval": partial(accuracy_along, "sync_every", "2026-11-18-vgg16", "interval"),
     "resnet50": partial(accuracies, "2026-11-18-resnet50", "target"),
+    "resnet50-steady": partial(accuracies, "2026-11-19-resnet50-steady", "steady"),
+    "gpt-neo-8m-seeds": partial(losses, "2026-11-19-gpt-neo-8m-seeds", "seeds"),
+    "gpt-neo-125m": partial(losses, "2026-11-19-gpt-neo-125m-gentle", "gentle"),
     "times-cnn-interval": partial(times_table, "small-cnn-H", ("sync_every",)),
     "times-cnn-workers": partial(times_table, "small-cnn-K", ("workers",)),
     "times-stories": partial(times_table, "stories-H", ("sync_every",)),
@@ -237,6 +259,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "times-resnet50": partial(times_table, "resnet50", ("sync_every",), over="4 L40S, PCIe"),
     "times-8m": partial(times_table, "gpt-neo-8m", ("sync_every",), over="8 V100, NVLink"),
+    "times-8m-seeds": partial(
+        times_table, "gpt-neo-8m-seeds", ("sync_every",), over="8 V100, NVLink"
+    ),
     "times-steps": step_shares,
     "chaos": chaos,
 }

@@ -2,7 +2,8 @@
 
 A shortened run on endless stories: 256 stories a step in place of 2,048, 512 steps with 256 of
 warm-up. All methods have the same. With the paper's learning rate and so few stories DDP is not
-stable (lab/records/2026-11-17-gpt-neo-125m), so that a third of it is tried too.
+stable (lab/records/2026-11-17-gpt-neo-125m), so that a third of it is tried too, at which its loss
+still jumps with one seed of two (lab/records/2026-11-19-gpt-neo-125m-gentle).
 """
 
 from calls import Call, Compare
