@@ -11,6 +11,7 @@ from palsgd.lab.comparison import Comparison
 from palsgd.lab.controls import controls_for
 from palsgd.lab.groups import group
 from palsgd.lab.report.speedups import QualityUnit, speed_lines
+from palsgd.lab.report.tables import target_table
 from palsgd.lab.run_folder import find_runs
 from palsgd.lab.settings import Settings
 from support import runs
@@ -160,6 +161,17 @@ def test_what_is_not_reached_says_how_far_it_is(tmp_path):
     assert "missed" not in " ".join(found.verdicts)
 
 
+def test_an_accuracy_that_is_not_reached_is_ended_below(tmp_path):
+    """Of a loss the method would have ended above it."""
+    write(tmp_path / "ddp", [0.5, 0.2], method="ddp", target=0.75, target_on="metric")
+    write(tmp_path / "palsgd", [0.5, 0.4], method="palsgd", target=0.75, target_on="metric")
+    found = compare(tmp_path)
+    (sentence,) = [each for each in found.verdicts if each.startswith("To ")]
+    assert "palsgd does not reach it within 200 steps (ends 20% below)" in sentence
+    (_, row) = target_table(found).rows
+    assert "(ends 20% below)" in row.cells[0].text
+
+
 def test_a_target_that_is_reached_in_the_warm_up_tells_nothing_about_a_method(tmp_path):
     """Until then it is no other method than the baseline, so that what differs is chance."""
     write(tmp_path / "ddp", [4.0, 2.0, 1.0], method="ddp", target=3.0)
@@ -235,6 +247,17 @@ def test_a_headline_of_a_method_that_ends_worse_than_it_began_has_its_end_at_onc
         lines = [runs.line(100 * i, loss=loss, metric=0.0) for i, loss in enumerate(losses)]
         write(tmp_path / method, [], lines=lines, method=method, warmup_steps=0, simulated=True)
     assert "its own final loss + 1%, 5.05, it reaches at once, with" in over_a_link(tmp_path)
+
+
+def test_a_headline_says_below_of_a_lower_accuracy_and_above_of_a_higher_loss(tmp_path):
+    for end, said in ((0.4, "25% below DDP"), (0.1, "12% above DDP")):
+        for method, last in (("ddp", 0.2), ("palsgd", end)):
+            write(tmp_path / f"{end}" / method, [0.9, last], method=method, simulated=True,
+                  target_on="metric")  # fmt: skip
+        assert f"it ends {said} with 0.9 x" in over_a_link(tmp_path / f"{end}")
+    for method, last in (("ddp", 0.2), ("palsgd", 0.3)):
+        write(tmp_path / "loss" / method, [0.9, last], method=method, simulated=True)
+    assert "it ends 50% above DDP with 0.9 x" in over_a_link(tmp_path / "loss")
 
 
 def test_a_headline_gives_a_method_without_a_finite_end_no_target_and_no_gain(tmp_path):

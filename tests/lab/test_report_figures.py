@@ -417,3 +417,39 @@ def test_whatever_figures_lines_hold_there_is_a_page(tmp_path_factory, lines, sp
             record["final_loss"] = values[-1]["loss"]
             (path / "summary.json").write_text(json.dumps(record))
     assert "</html>" in page_of(folder)
+
+
+# --- the names of levels
+
+
+def names_of_levels(folder, axis):
+    """In the figure of the loss: the side that a name is at, and its height in pixels from the
+    top."""
+    write_report([folder], folder / "report.html")
+    svg = (folder / "figures" / f"loss-{axis}.svg").read_text()
+    return {
+        name: ("left" if anchor == "start" else "right", float(y))
+        for anchor, y, name in re.findall(
+            r'<text style="[^"]*text-anchor: (\w+)[^"]*" x="[^"]*" y="([^"]*)"[^>]*>(target|floor)',
+            svg,
+        )
+    }
+
+
+def test_a_level_is_named_where_curves_are_far_from_it(tmp_path):
+    """By steps that is at the left. By bytes it is at the right of runs that all send little but
+    one, whose loss is far off there."""
+    write(tmp_path / "ddp", falling(0.5), method="ddp", spent=100, target=0.2)
+    write(tmp_path / "palsgd", falling(0.2), spent=20, target=0.2)
+    by_step, by_byte = (names_of_levels(tmp_path, axis) for axis in ("step", "bytes_sent"))
+    assert by_step["target"][0] == "left"
+    assert by_byte["target"][0] == "right"
+
+
+def test_names_of_two_levels_that_are_near_do_not_lie_over_each_other(tmp_path):
+    for method in ("ddp", "palsgd"):
+        folder = write(tmp_path / method, falling(0.1), method=method, target=0.101)
+        config = folder / "config.yaml"
+        config.write_text(config.read_text().replace("floor: null", "floor: 0.1"))
+    names = names_of_levels(tmp_path, "step")
+    assert names["floor"][1] - names["target"][1] > 7.4, "the size of the letters"

@@ -9,7 +9,7 @@ from palsgd import registry
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval
-from palsgd.lab.verdicts import judged, mixes, word_for
+from palsgd.lab.verdicts import judged, mixes, side, word_for
 
 EARLY = "in its warm-up, until when both are one method"
 EQUAL = 0.02  # numbers of gradients that differ by less are called equal
@@ -127,8 +127,9 @@ def _loss(comparison: Comparison, own: Final, base: Final) -> str:
     equal = abs(gradients - 1) < EQUAL
     spent = "at equal examples" if equal else f"with {gradients:.2g} x the gradients"
     return (
-        f"it ends {_number(abs(100 * difference.value))}%{bounds} {'above' if worse else 'below'} "
-        f"{_title(base.group)} {spent}: {word_for(comparison, own.verdict, difference)}"
+        f"it ends {_number(abs(100 * difference.value))}%{bounds} "
+        f"{side(comparison, worse=worse)} {_title(base.group)} {spent}: "
+        f"{word_for(comparison, own.verdict, difference)}"
     )
 
 

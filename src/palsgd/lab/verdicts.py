@@ -96,12 +96,15 @@ def _ends(comparison: "Comparison", group: Group) -> str:
 
 
 def _distance(comparison: "Comparison", difference: Interval) -> str:
-    """A share, with its interval, above or below, whichever is larger in the figure itself."""
+    """A share of a difference, which is above zero for the worse, with its interval and side."""
     worse = difference.value > 0
-    above = worse != comparison.quality.higher_is_better
-    return (
-        f"{_share(difference if worse else _negated(difference))} {'above' if above else 'below'}"
-    )
+    size = difference if worse else _negated(difference)
+    return f"{_share(size)} {side(comparison, worse=worse)}"
+
+
+def side(comparison: "Comparison", *, worse: bool) -> str:
+    """Where what is worse, or not, lies in the figure itself: more accuracy is better."""
+    return "above" if worse != comparison.quality.higher_is_better else "below"
 
 
 def _spent(row: "Final", base: "Final") -> str:
@@ -155,7 +158,7 @@ def _speed(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
             continue
         goal = f"To {comparison.quality.name} {_number(row.target.value)} ({row.target.source})"
         if not row.reached:
-            yield f"{goal}: {group.label} {not_reached(row)}."
+            yield f"{goal}: {group.label} {not_reached(comparison, row)}."
         elif base is None or base not in rows or not rows[base].reached:
             yield f"{goal}: {group.label} takes {_costs(row)}; {_resolution(row)}."
         elif row.in_warmup:
@@ -164,13 +167,12 @@ def _speed(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
             yield f"{goal}: {group.label} takes {_ratios(row, base)}; {_resolution(row)}."
 
 
-def not_reached(row: "ToTarget") -> str:
+def not_reached(comparison: "Comparison", row: "ToTarget") -> str:
     """For a sentence and for a table."""
-    side = "below" if row.shortfall.value < 0 else "above"
     if math.isinf(row.shortfall.value):
         return f"does not reach it within {row.steps:,.0f} steps (it ends without a finite value)"
-    short = row.shortfall if row.shortfall.value >= 0 else _negated(row.shortfall)
-    return f"does not reach it within {row.steps:,.0f} steps (ends {_share(short)} {side})"
+    far = _distance(comparison, row.shortfall)
+    return f"does not reach it within {row.steps:,.0f} steps (ends {far})"
 
 
 def _within_warmup(row: "ToTarget", base: Group) -> str:

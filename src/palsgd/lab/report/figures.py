@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,6 +29,7 @@ from palsgd.lab.report.curves import AXES, Curve
 from palsgd.lab.report.styles import THEME, LineStyle
 
 NOISE = THEME["noise"][0]
+NAME_SHARE, NEAR_NAME = 0.3, 0.1  # of the axes: how wide the name of a level is, and how far off
 
 
 @dataclass(frozen=True)
@@ -242,15 +243,36 @@ def _draw_references(axes: Axes, references: list[Reference]) -> None:
     for reference in references:
         style = reference.style
         colour, dash = (style.light, style.dash) if style else (MUTED, (0, (2, 2)))
-        low, high = reference.low, reference.high
-        axes.axhline(high, color=colour, ls=dash, lw=0.9, zorder=2)
-        if low < high:
-            axes.axhline(low, color=colour, ls=dash, lw=0.9, zorder=2)
-        if style is None:
-            axes.annotate(
-                reference.text, (1, high), xycoords=("axes fraction", "data"), ha="right",
-                xytext=(-2, 2.5), textcoords="offset points", size=7.4, color=colour,
-            )  # fmt: skip
+        for level in {reference.low, reference.high}:
+            axes.axhline(level, color=colour, ls=dash, lw=0.9, zorder=2)
+    _name_levels(axes, [each for each in references if each.style is None])
+
+
+def _name_levels(axes: Axes, references: list[Reference]) -> None:
+    """At the end where fewer curves pass. The lowest of several has its name below it, as the next
+    may be near."""
+    side = _freer_side(axes, [each.high for each in references])
+    for reference in references:
+        below = len(references) > 1 and reference.low == min(each.low for each in references)
+        axes.annotate(
+            reference.text, (float(side == "right"), reference.low if below else reference.high),
+            xycoords=("axes fraction", "data"), ha=side, va="top" if below else "bottom",
+            xytext=(3 if side == "left" else -3, -2.5 if below else 2.5),
+            textcoords="offset points", size=7.4, color=MUTED,
+        )  # fmt: skip
+
+
+def _freer_side(axes: Axes, levels: list[float]) -> Literal["left", "right"]:
+    """The end of lines across the axes where fewer points of curves are near."""
+    curves = [line.get_xydata() for line in axes.lines if line.get_gid()]
+    if not curves or not levels:
+        return "left"
+    in_axes = axes.transData - axes.transAxes
+    x, y = in_axes.transform(np.concatenate(curves)).T
+    heights = in_axes.transform([(axes.get_xlim()[1], level) for level in levels])[:, 1]
+    near = np.abs(y[:, None] - heights).min(axis=1) < NEAR_NAME
+    at_right, at_left = near & (x > 1 - NAME_SHARE), near & (x < NAME_SHARE)
+    return "right" if at_right.sum() < at_left.sum() else "left"
 
 
 def _scale_by_values(axes: Axes, values: list[float]) -> None:

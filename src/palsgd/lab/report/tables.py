@@ -64,7 +64,7 @@ _FORMS = {"seconds": formats.seconds, "bytes": formats.size, "count": formats.co
 
 def _target_cells(row: ToTarget, axes: list[str], comparison: Comparison) -> list[Cell]:
     if not row.reached:
-        return [Cell(not_reached(row), wide=True)]
+        return [Cell(not_reached(comparison, row), wide=True)]
     cells = []
     for axis in axes:
         if axis not in row.costs:
