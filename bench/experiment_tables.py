@@ -139,9 +139,9 @@ def losses(name: str, part: str) -> str:
 
 
 def interval_of(found: Record) -> str:
-    """One seed has none."""
-    if found["low"] is None:
-        return f"{found['value']:.4f}"
+    """One seed has none, and that of two says nothing."""
+    if found["n"] < 3:
+        return f"{found['value']:.4f}" + (", mean of two" if found["n"] == 2 else "")
     return "{value:.4f} [{low:.4f}, {high:.4f}]".format(**found)
 
 
