@@ -217,6 +217,20 @@ def test_a_control_that_is_a_setting_of_its_own_too_is_no_control(tmp_path):
     assert names == {1.0: None, 2.0: None, 1.5: None, 2.5: "diloco-raised-lr,lr=2"}
 
 
+def test_controls_of_one_name_are_told_apart_by_the_settings_in_which_they_differ(tmp_path):
+    """As the collections of a study have them, one for each H. A name that is alone says enough."""
+    for h in (32, 64):
+        for name, method in (("palsgd", "palsgd"), ("palsgd-no-pull", "palsgd")):
+            pull = {"pull": 0.0} if "no-pull" in name else {}
+            write(tmp_path / f"H{h}" / name, [1.0, 0.5], method=method, sync_every=h, **pull)
+    write(tmp_path / "H32" / "diloco-raised-lr", [1.0, 0.5], method="diloco", sync_every=32)
+    labels = [each.label for each in comparison(tmp_path).groups]
+    assert labels == [
+        "palsgd H=32", "palsgd H=64", "diloco-raised-lr", "palsgd-no-pull H=32",
+        "palsgd-no-pull H=64",
+    ]  # fmt: skip
+
+
 def test_flat_lines_of_many_settings_are_those_of_what_a_line_is_like(tmp_path):
     for lr in (0.1, 0.2):
         for h in (4, 8, 16, 32):

@@ -83,12 +83,16 @@ def group(runs: list[Run]) -> list[Group]:
     for twin, run in twins.items():
         home = next(each for each in ordered if run in (*each.runs, *each.repeats))
         home.repeats.append(twin)
-    unnamed = [each for each in ordered if each.given_name is None]
     for each in ordered:
-        kin = [other for other in unnamed if other.method == each.method]
+        kin = [other for other in ordered if _first_words(other) == _first_words(each)]
         own = {key: each.settings.get(key) for key in differing(kin)}
-        each.label = each.given_name or label(each.method, own)
+        each.label = label(each.given_name or references.short(each.method), own)
     return ordered
+
+
+def _first_words(group: Group) -> tuple[str, str | None]:
+    """Of a label. Groups that have them in common are told apart by their settings."""
+    return group.method, group.given_name
 
 
 def _twins(runs: list[Run]) -> dict[Run, Run]:
@@ -108,10 +112,8 @@ def differing(groups: list[Group]) -> list[str]:
     return [key for key in keys if len(_values(groups, key)) > 1]
 
 
-def label(method: str, settings: dict[str, Any]) -> str:
-    return " ".join(
-        [references.short(method), *(f"{named(key)}={shown(settings[key])}" for key in settings)]
-    )
+def label(name: str, settings: dict[str, Any]) -> str:
+    return " ".join([name, *(f"{named(key)}={shown(settings[key])}" for key in settings)])
 
 
 def named(key: str) -> str:
