@@ -86,7 +86,7 @@ def group(runs: list[Run]) -> list[Group]:
     for each in ordered:
         kin = [other for other in ordered if _first_words(other) == _first_words(each)]
         own = {key: each.settings.get(key) for key in differing(kin)}
-        each.label = label(each.given_name or references.short(each.method), own)
+        each.label = _with(each.given_name, own) if each.given_name else label(each.method, own)
     return ordered
 
 
@@ -112,7 +112,11 @@ def differing(groups: list[Group]) -> list[str]:
     return [key for key in keys if len(_values(groups, key)) > 1]
 
 
-def label(name: str, settings: dict[str, Any]) -> str:
+def label(method: str, settings: dict[str, Any]) -> str:
+    return _with(references.short(method), settings)
+
+
+def _with(name: str, settings: dict[str, Any]) -> str:
     return " ".join([name, *(f"{named(key)}={shown(settings[key])}" for key in settings)])
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from palsgd import references
 from palsgd.lab.groups import Group, differing, label, settings_of, shown, sortable
 from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.report.curves import Curve
@@ -89,7 +88,7 @@ def bundles(runs: list[Run], left_out: Callable[[str], bool]) -> list[Group]:
     for bundle in found.values():
         kin = [other for other in found.values() if other.method == bundle.method]
         varied = {key: bundle.settings.get(key) for key in differing(kin)}
-        bundle.label = label(references.short(bundle.method), varied)
+        bundle.label = label(bundle.method, varied)
     return list(found.values())
 
 
