@@ -33,7 +33,7 @@ def tuned_digits() -> str:
     losses = {name: each["loss"] for name, each in found.items()}
     ddp = losses["ddp"]["value"]
     rows = [
-        (title, interval_of(loss), f"{loss['deviation']:.1%}",
+        (title, loss_of(loss), f"{loss['deviation']:.1%}",
          "" if loss["value"] == ddp else f"{loss['value'] / ddp - 1:+.0%}")
         for title, loss in zip(titles(losses), losses.values(), strict=True)
     ]  # fmt: skip
@@ -66,9 +66,11 @@ def small_cnn() -> str:
     return markdown(columns, rows)
 
 
-def share(found: Record, digits: int = 2) -> str:
-    """A share with its interval, in percent. One pair has none; a run that diverged has no
-    share."""
+def share(found: Record | None, digits: int = 2) -> str:
+    """A share with its interval, in percent, if there is one. One pair has no interval; a run that
+    diverged has no share."""
+    if found is None:
+        return ""
     if found["value"] is None:
         return "diverged"
     value, *bounds = (found[key] for key in ("value", "low", "high"))
@@ -80,8 +82,7 @@ def released_table(name: str, part: str) -> str:
     """Readings of PALSGD beside DiLoCo."""
     rows = [
         (READINGS.get(row["label"], row["label"]), f"{row['loss']['value']:.4f}",
-         "" if row["difference"] is None else share(row["difference"], 1),
-         "" if row["over_plain"] is None else share(row["over_plain"], 1))
+         share(row["difference"], 1), share(row["over_plain"], 1))
         for row in experiment(name)["parts"][part]["settings"]
     ]  # fmt: skip
     return markdown(("what is mixed", "loss", "over DDP", "over DiLoCo"), rows)
@@ -92,22 +93,18 @@ def statistics_table(name: str, part: str) -> str:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for row in experiment(name)["parts"][part]["settings"]:
         place = rows.setdefault((row["method"], row["given"]["sharding"]), {})
-        value, low, high = (100 * row["metric"][key] for key in ("value", "low", "high"))
-        place[row["given"]["buffers"]] = f"{value:.1f}% [{low:.1f}, {high:.1f}]"
+        place[row["given"]["buffers"]] = accuracy_of(row)
     columns = ("average", "local", "recompute")
     cells = [(*head, *(own[each] for each in columns)) for head, own in rows.items()]
     return markdown(("method", "shards", *columns), cells)
 
 
 def accuracy_along(field: str, name: str, part: str) -> str:
-    """Accuracy of each method, by K or H; without the interval where there is one seed. DDP, which
-    has no H, is beside every one."""
+    """Accuracy of each method, by K or H. DDP, which has no H, is beside every one."""
     rows: dict[int | None, dict[str, str]] = {}
     for row in experiment(name)["parts"][part]["settings"]:
-        value, low, high = (row["metric"][key] for key in ("value", "low", "high"))
-        interval = "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
         label = row["label"].split()[0]
-        rows.setdefault(row["given"][field], {})[label] = f"{100 * value:.1f}%{interval}"
+        rows.setdefault(row["given"][field], {})[label] = accuracy_of(row)
     for_all = rows.pop(None, {})
     rows = {k: for_all | own for k, own in sorted(rows.items())}
     columns = list(dict.fromkeys(label for own in rows.values() for label in own))
@@ -118,28 +115,31 @@ def accuracy_along(field: str, name: str, part: str) -> str:
 def accuracies(name: str, part: str) -> str:
     """Accuracy and gradients of each method."""
     rows = [
-        (row["label"], "{:.1f}% [{:.1f}, {:.1f}]".format(
-            *(100 * row["metric"][key] for key in ("value", "low", "high"))),
-         f"{row['totals']['gradient_steps']:.0f}")
+        (row["label"], accuracy_of(row), f"{row['totals']['gradient_steps']:.0f}")
         for row in experiment(name)["parts"][part]["settings"]
     ]  # fmt: skip
     return markdown(("method", "accuracy", "gradients"), rows)
 
 
+def accuracy_of(row: Record) -> str:
+    """One seed has no interval."""
+    value, low, high = (row["metric"][key] for key in ("value", "low", "high"))
+    return f"{100 * value:.1f}%" + ("" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]")
+
+
 def losses(name: str, part: str) -> str:
     """Loss and gradients of each method, beside DDP and DiLoCo."""
     rows = [
-        (row["label"], interval_of(row["loss"]),
-         "" if row["difference"] is None else share(row["difference"], 1),
-         "" if row["over_plain"] is None else share(row["over_plain"], 1),
+        (row["label"], loss_of(row["loss"]),
+         share(row["difference"], 1), share(row["over_plain"], 1),
          f"{row['totals']['gradient_steps']:.0f}")
         for row in experiment(name)["parts"][part]["settings"]
     ]  # fmt: skip
     return markdown(("method", "loss", "over DDP", "over DiLoCo", "gradients"), rows)
 
 
-def interval_of(found: Record) -> str:
-    """One seed has none, and that of two says nothing."""
+def loss_of(found: Record) -> str:
+    """With its interval. One seed has none, and that of two says nothing."""
     if found["n"] < 3:
         return f"{found['value']:.4f}" + (", mean of two" if found["n"] == 2 else "")
     return "{value:.4f} [{low:.4f}, {high:.4f}]".format(**found)

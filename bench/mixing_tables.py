@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median, mode
 from typing import Any
 
-from experiment_tables import Record, experiment, share
+from experiment_tables import Record, experiment, loss_of, share
 from markdown_table import markdown
 
 from palsgd.lab.judging.interval import of_mean
@@ -66,9 +66,7 @@ def optimizers_map(name: str, part: str) -> str:
 
 def _best(rows: list[Record]) -> str:
     row = min(rows, key=lambda each: each["loss"]["value"])
-    value, low, high = (row["loss"][key] for key in ("value", "low", "high"))
-    rates = f"{row['given']['lr']:g}, {row['given']['outer_lr']:g}"
-    return f"{value:.4f} [{low:.4f}, {high:.4f}] at {rates}"
+    return f"{loss_of(row['loss'])} at {row['given']['lr']:g}, {row['given']['outer_lr']:g}"
 
 
 def room_map(name: str, *parts: str) -> str:
@@ -82,7 +80,7 @@ def room_map(name: str, *parts: str) -> str:
                 above = grid["over_plain"].get(variant)
                 rows.append((part.rpartition("-")[2][1:], variant, f"{own['best']:.4f}",
                              f"{own['near_own']} of {own['points']}",
-                             "" if above is None else share(above, 1)))  # fmt: skip
+                             share(above, 1)))  # fmt: skip
     columns = ("H", "method", "best loss", "points within 3% of it", "over DiLoCo, mean of points")
     return markdown(columns, rows)
 
@@ -251,7 +249,7 @@ def best_beside_controls(name: str, *parts: str) -> str:
         over = own["over_controls"] | ({} if given["pull"] else {"no-pull": None})
         beside = (over[key] for key in ("equal-gradients", "raised-lr", "no-pull"))
         cells.append((str(given["sync_every"]), ", ".join(chosen), share(own["over_plain"], 1),
-                      *("" if each is None else share(each, 1) for each in beside)))  # fmt: skip
+                      *(share(each, 1) for each in beside)))  # fmt: skip
     columns = ("H", "lr, outer lr, momentum, pull", "over DiLoCo", "at equal gradients and syncs",
                "over the raised learning rate", "over no pull")  # fmt: skip
     return markdown(columns, cells)

@@ -83,16 +83,15 @@ def group(runs: list[Run]) -> list[Group]:
     for twin, run in twins.items():
         home = next(each for each in ordered if run in (*each.runs, *each.repeats))
         home.repeats.append(twin)
+    families: dict[tuple[str, str | None], list[Group]] = {}
     for each in ordered:
-        kin = [other for other in ordered if _first_words(other) == _first_words(each)]
-        own = {key: each.settings.get(key) for key in differing(kin)}
-        each.label = _with(each.given_name, own) if each.given_name else label(each.method, own)
+        families.setdefault((each.method, each.given_name), []).append(each)
+    for (method, name), family in families.items():
+        keys = differing(family)
+        for each in family:
+            own = {key: each.settings.get(key) for key in keys}
+            each.label = label(method, own) if name is None else _with(name, own)
     return ordered
-
-
-def _first_words(group: Group) -> tuple[str, str | None]:
-    """Of a label. Groups that have them in common are told apart by their settings."""
-    return group.method, group.given_name
 
 
 def _twins(runs: list[Run]) -> dict[Run, Run]:
