@@ -199,6 +199,8 @@ def test_a_target_above_the_first_loss_is_in_no_warm_up_of_a_method_without_one(
     found = compare(tmp_path)
     assert not any(row.in_warmup for row in found.to_target())
     assert not any("warm-up" in each for each in found.verdicts)
+    (said,) = [each for each in found.verdicts if each.startswith("To ")]  # of two like programs
+    assert said.endswith("diloco has it before it trains: this target does not compare methods.")
 
 
 def over_a_link(folder):

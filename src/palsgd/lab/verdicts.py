@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from palsgd.lab.comparison import Comparison, Final, ToTarget
     from palsgd.lab.twins import Twin
 
+UNTRAINED = "has it before it trains: this target does not compare methods"
 UNTUNED = "untuned: curves only, no verdict on methods"
 _AXES = {
     "step": "steps",
@@ -159,6 +160,8 @@ def _speed(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
         goal = f"To {comparison.quality.name} {_number(row.target.value)} ({row.target.source})"
         if not row.reached:
             yield f"{goal}: {group.label} {not_reached(comparison, row)}."
+        elif not row.costs["step"].cost.value:  # to which there is no ratio
+            yield f"{goal}: {group.label} {UNTRAINED}."
         elif base is None or base not in rows or not rows[base].reached:
             yield f"{goal}: {group.label} takes {_costs(row)}; {_resolution(row)}."
         elif row.in_warmup:
