@@ -121,6 +121,18 @@ def accuracies(name: str, part: str) -> str:
     return markdown(("method", "accuracy", "gradients"), rows)
 
 
+def slowmo_rows() -> str:
+    """The rows of SlowMo's Table 1 beside ours."""
+    published = {"ddp": 92.66, "localsgd": 91.73, "slowmo": 93.20}
+    rows = []
+    for row in experiment("2026-11-19-slowmo-table")["parts"]["published"]["settings"]:
+        ours, theirs = 100 * row["metric"]["value"], published[row["label"]]
+        rows.append((row["label"], f"{row['given']['lr']:g}", f"{theirs:.2f}%", f"{ours:.2f}%",
+                     f"{ours - theirs:+.1f}"))  # fmt: skip
+    columns = ("method", "learning rate", "published, 200 epochs", "ours, 100 epochs", "difference")
+    return markdown(columns, rows)
+
+
 def accuracy_of(row: Record) -> str:
     """One seed has no interval."""
     value, low, high = (row["metric"][key] for key in ("value", "low", "high"))
@@ -193,6 +205,29 @@ def _rate(link: str) -> str:
     return f"{rate[:-4]} {rate[-4].upper()}bit/s"
 
 
+def margins_table(subject: str, over: str) -> str:
+    """Steps and seconds to what DDP ends with, against how much worse counts as being there."""
+    found = experiment(PROJECTED)["subjects"][subject]
+    rows = [
+        (f"{100 * row['margin']:g}%", f"{row['target']['value']:.4f}", row["label"],
+         *_steps(row), *map(_sooner, row["links"].values()))
+        for row in found["margins"] if row["steps"] is not None
+    ]  # fmt: skip
+    links = [over if "all_reduce" in link else _rate(link) for link in found["links"]]
+    columns = ("worse by", f"{found['quality']} to reach", "method", "steps", "of DDP's", *links)
+    return markdown(columns, rows)
+
+
+def _steps(row: Record) -> tuple[str, str]:
+    """Its own, and as a multiple of DDP's."""
+    shown, faster = f"{row['steps']:.0f}", row["steps_speed_up"]
+    if faster is None:
+        return shown, ""
+    value, low, high = (faster[key] for key in ("value", "low", "high"))
+    ends = f"[{1 / high:.2f}, {1 / low:.2f}]" if low else "[no bound]"
+    return shown, f"{1 / value:.2f} x {ends}"
+
+
 def step_shares() -> str:
     """A step of PALSGD as a share of DDP's, against what the paper's figures vary."""
     rows = [
@@ -250,6 +285,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "resnet50": partial(accuracies, "2026-11-18-resnet50", "target"),
     "resnet50-steady": partial(accuracies, "2026-11-19-resnet50-steady", "steady"),
     "gpt-neo-8m-seeds": partial(losses, "2026-11-19-gpt-neo-8m-seeds", "seeds"),
+    "gpt-neo-8m-k4": partial(losses, "2026-11-19-gpt-neo-8m-k4", "figure-k4"),
+    "slowmo-table": slowmo_rows,
     "gpt-neo-125m": partial(losses, "2026-11-19-gpt-neo-125m-gentle", "gentle"),
     "times-cnn-interval": partial(times_table, "small-cnn-H", ("sync_every",)),
     "times-cnn-workers": partial(times_table, "small-cnn-K", ("workers",)),
@@ -262,6 +299,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "times-8m-seeds": partial(
         times_table, "gpt-neo-8m-seeds", ("sync_every",), over="8 V100, NVLink"
     ),
+    "times-8m-k4": partial(margins_table, "gpt-neo-8m-k4", over="4 T4, PCIe"),
+    "times-slowmo": partial(times_table, "slowmo-table", ("sync_every",)),
     "times-steps": step_shares,
     "chaos": chaos,
 }

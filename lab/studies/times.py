@@ -24,6 +24,7 @@ from palsgd.cluster import Cluster, Work
 from palsgd.cluster.gradient_counts import Expected
 from palsgd.lab.comparison import Comparison, ToTarget
 from palsgd.lab.groups import Group, group
+from palsgd.lab.judging.interval import of_mean
 from palsgd.lab.plan.paper import (
     GPT_8M,
     GPT_125M,
@@ -36,6 +37,7 @@ from palsgd.lab.plan.paper import (
 )
 from palsgd.lab.provenance import provenance, without_folders
 from palsgd.lab.run_folder import Run, find_runs, write_json
+from palsgd.lab.targets import end_target
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 
@@ -49,6 +51,7 @@ class Subject:
     parts: tuple[str, ...]
     links: tuple[str, ...]
     baseline: str | None = None  # the part whose DDP the others are beside, if they have none
+    margins: tuple[float, ...] = ()  # beside the lab's; the paper asks for DDP's end itself: 0
 
 
 SUBJECTS = (
@@ -61,7 +64,11 @@ SUBJECTS = (
     Subject("gpt-neo-8m", "2026-11-16-gpt-neo-8m", ("corpus",),
             of_gpt_neo_8m(16, tokens=TINY_STORY)),
     Subject("gpt-neo-8m-endless", "2026-11-17-gpt-neo-8m-endless", ("main",), of_gpt_neo_8m(256)),
-    Subject("gpt-neo-8m-seeds", "2026-11-19-gpt-neo-8m-seeds", ("seeds",), of_gpt_neo_8m(32)),
+    Subject("gpt-neo-8m-seeds", "2026-11-19-gpt-neo-8m-seeds", ("seeds",), of_gpt_neo_8m(32),
+            margins=(0.01, 0.005, 0.0)),
+    Subject("gpt-neo-8m-k4", "2026-11-19-gpt-neo-8m-k4", ("figure-k4",),
+            of_gpt_neo_8m(64, workers=4), margins=(0.01, 0.005, 0.0)),
+    Subject("slowmo-table", "2026-11-19-slowmo-table", ("published",), assumed("50ms")),
     Subject("gpt-neo-125m", "2026-11-19-gpt-neo-125m-gentle", ("gentle",),
             links(B, 8, of_stories(GPT_125M, 32, STORY))),
 )  # fmt: skip
@@ -93,6 +100,7 @@ def subject_record(subject: Subject, records: Path = RECORDS) -> dict[str, Any]:
         "links": list(subject.links),
         "rows": rows,
         "without_an_end": [each.label for each in finished if each not in ends],
+        "margins": [row for margin in subject.margins for row in _at_margin(found, margin)],
     }
 
 
@@ -136,6 +144,30 @@ def _seconds(found: Comparison, place: int, goal: ToTarget) -> dict[str, Any]:
         "speed_up": None if faster is None else faster.as_dict(),
         "whole_run": pace.seconds(goal.steps),
     }
+
+
+def _at_margin(found: dict[str, Comparison], margin: float) -> Iterator[dict[str, Any]]:
+    """What takes how long to what DDP ends with, worse by another margin than the lab's."""
+    first = next(iter(found.values()))
+    for place, own in enumerate(first.groups):
+        base = first.baseline(own)
+        assert base is not None
+        final = of_mean(list(first.final_losses(base).values()))
+        target = end_target(base, final, first.quality, margin)
+        goals = {link: each.to_quality(each.groups[place], target) for link, each in found.items()}
+        goal = next(iter(goals.values()))
+        faster = goal.speed_ups.get("step")
+        yield {
+            "margin": margin,
+            "label": own.label,
+            "method": own.kind,
+            "baseline": own.is_baseline,
+            "target": target.as_dict(),
+            "in_warmup": goal.in_warmup,
+            "steps": goal.costs["step"].cost.value if goal.reached else None,
+            "steps_speed_up": None if faster is None else faster.as_dict(),
+            "links": {link: _seconds(each, place, goals[link]) for link, each in found.items()},
+        }
 
 
 # -- of a step -------------------------------------------------------------------------------------

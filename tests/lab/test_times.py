@@ -122,6 +122,24 @@ def test_ddp_of_another_part_is_the_baseline_of_runs_that_have_none(times, kept,
     assert row(again, "diloco") == row(times.subject_record(whole, kept), "diloco")
 
 
+def test_other_margins_ask_for_ddps_end_itself_as_the_paper_does(times, tmp_path):
+    """DDP is at its end + 50% first, and at its end last: the margin decides who is sooner."""
+    kept = kept_runs(tmp_path, ddp=[2.0, 1.4, 1.0], diloco=[2.0, 1.6, 0.8])
+    subject = times.Subject("small", "kept", ("only",), (LINK,), margins=(0.5, 0.0))
+    found = {(each["margin"], each["method"]): each
+             for each in times.subject_record(subject, kept)["margins"]}  # fmt: skip
+    steps = {key: each["steps"] for key, each in found.items()}
+    ddp, diloco = 10 * (2.0 - 1.5) / 0.6, 10 + 10 * (1.6 - 1.5) / 0.8
+    assert steps[0.5, "ddp"] == pytest.approx(ddp)
+    assert steps[0.5, "diloco"] == pytest.approx(diloco)
+    assert steps[0.0, "ddp"] == pytest.approx(20)
+    assert steps[0.0, "diloco"] == pytest.approx(10 + 10 * 0.6 / 0.8)
+    assert found[0.5, "diloco"]["steps_speed_up"]["value"] == pytest.approx(ddp / diloco)
+    assert found[0.5, "diloco"]["target"]["value"] == pytest.approx(1.5)
+    whole = found[0.0, "ddp"]["links"][LINK]
+    assert whole["seconds"] == pytest.approx(whole["whole_run"]), "DDP's end takes all of its run"
+
+
 def kept_runs(folder, **losses):
     """A record of one run of each method, with made-up losses."""
     for method, values in losses.items():
