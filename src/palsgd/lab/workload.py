@@ -43,7 +43,7 @@ class Workload(ABC):
     source: ClassVar["Source | None"] = None  # the files it needs, where it needs some
     context: int | None = None  # tokens of a row; of a class: the most, None where nothing is cut
     held_out: ClassVar[float] = 0.1  # share of the training data that split=choose evaluates on
-    floor: float | None = None  # the lowest expected loss any model can reach, where known
+    floor: float | None = None  # the loss of the truth itself on `valid`, where known
     train: tuple[Tensor, ...] = ()
     valid: tuple[Tensor, ...] = ()
 
