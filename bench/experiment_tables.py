@@ -214,18 +214,18 @@ def margins_table(subject: str, over: str) -> str:
         for row in found["margins"] if row["steps"] is not None
     ]  # fmt: skip
     links = [over if "all_reduce" in link else _rate(link) for link in found["links"]]
-    columns = ("worse by", f"{found['quality']} to reach", "method", "steps", "of DDP's", *links)
+    columns = ("worse by", f"{found['quality']} to reach", "method", "steps", "share of DDP's", *links)
     return markdown(columns, rows)
 
 
 def _steps(row: Record) -> tuple[str, str]:
-    """Its own, and as a multiple of DDP's."""
+    """Its own, and as a share of DDP's."""
     shown, faster = f"{row['steps']:.0f}", row["steps_speed_up"]
     if faster is None:
         return shown, ""
     value, low, high = (faster[key] for key in ("value", "low", "high"))
     ends = f"[{1 / high:.2f}, {1 / low:.2f}]" if low else "[no bound]"
-    return shown, f"{1 / value:.2f} x {ends}"
+    return shown, f"{1 / value:.2f} {ends}"
 
 
 def step_shares() -> str:
