@@ -74,10 +74,31 @@ def _has_state(loader: Any) -> bool:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell every part of a loader that shuffles by the epoch which one it is."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    parts = [loader, getattr(loader, "dataset", None), getattr(loader, "sampler", None)]
-    parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    parts: list[Any] = []
+    for each in _loaders(loader):
+        batch_sampler = getattr(each, "batch_sampler", None)
+        parts += [each, getattr(each, "dataset", None), getattr(each, "sampler", None)]
+        parts += [batch_sampler, getattr(batch_sampler, "sampler", None)]
     for part in {id(part): part for part in parts}.values():
         tell = getattr(part, "set_epoch", None)
         if callable(tell):
             tell(epoch)
+
+
+def _loaders(loader: Any) -> list[Any]:
+    """Itself and all that it wraps and iterates over: a progress bar or a prefetcher around a
+    DataLoader hides its samplers, which would then deal every epoch alike."""
+    found = [loader]
+    for each in found:
+        inside = list(getattr(each, "__dict__", {}).values())
+        found += [part for part in inside if _may_wrap(part) and not _among(part, found)]
+    return found
+
+
+def _may_wrap(part: Any) -> bool:
+    iterates = hasattr(part, "__iter__") and hasattr(part, "__dict__")
+    return iterates and not isinstance(part, type)
+
+
+def _among(part: Any, others: list[Any]) -> bool:
+    return any(part is other for other in others)  # == of two tensors compares their elements

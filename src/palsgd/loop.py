@@ -25,9 +25,10 @@ def until(
     short, that round is synced there. It ends earlier if `opt.leaving`: a worker was asked to stop.
 
     A run may be given in stages: the next call with the same loader goes on where the last one
-    stopped in it. `set_epoch` is called on the loader, its dataset and its samplers. A loader with
-    `state_dict` and `load_state_dict` is saved and resumed with the optimizer; any other begins
-    the epoch anew in which the state was saved.
+    stopped in it. `set_epoch` is called on the loader, its dataset and its samplers, and on those
+    of a loader that it keeps inside, as a progress bar does. A loader with `state_dict` and
+    `load_state_dict` is saved and resumed with the optimizer; any other begins the epoch anew in
+    which the state was saved.
 
     Args:
         loader: the batches of this worker; it is iterated again when it ends.

@@ -195,6 +195,34 @@ def test_every_part_of_a_loader_is_told_the_epoch_once():
         assert part.told == [0, 1, 2]
 
 
+class Wrapped:
+    """What a progress bar or a prefetcher is: it keeps a loader, and has its length and batches."""
+
+    def __init__(self, loader):
+        self.iterable, self.kind = loader, TellsEpoch  # a class that one keeps is not told
+
+    def __len__(self):
+        return len(self.iterable)
+
+    def __iter__(self):
+        return iter(self.iterable)
+
+
+def test_a_loader_inside_others_is_dealt_anew_each_epoch():
+    """DistributedSampler deals by the epoch that it is told, else every epoch alike."""
+    data = Numbers()
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0)
+    loader = Wrapped(Wrapped(torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler)))
+    opt, seen = one_worker(), []
+    for batch in palsgd.until(loader, opt, steps=9):
+        seen.append(batch.tolist())
+        opt.model.weight.grad = torch.zeros_like(opt.model.weight)
+        opt.step()
+    assert data.told == [0, 1, 2]
+    assert sampler.epoch == 2
+    assert seen[:3] != seen[3:6] != seen[6:]
+
+
 class Stateful:
     """A loader with a state of its own, by the protocol of torchdata's StatefulDataLoader: a state
     that is loaded holds for the next pass."""
