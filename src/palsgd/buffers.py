@@ -212,7 +212,8 @@ def _train_all_but_frozen(model: nn.Module) -> None:
 def _is_mask(buffer: Tensor) -> bool:
     if buffer.device.type == "meta" or not buffer.is_floating_point():
         return False
-    return not all_finite([buffer])
+    # A norm of float8 is not implemented.
+    return not all_finite([buffer.float() if buffer.itemsize < 2 else buffer])
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -9,6 +9,7 @@ from palsgd.feed import END
 from palsgd.optimizer import LocalOptimizer
 
 Batch = TypeVar("Batch")
+ACCUMULATED = 256  # batches for one step: more than anybody adds up
 
 
 def until(
@@ -87,6 +88,7 @@ def _batches(
         steps = _clock_after_passes(opt, loader, epochs)
     _check_warmup(opt, steps)
     opt.run_until(steps)
+    idle = _Idle(opt)
     while opt.clock < steps and not opt.leaving:
         batch = opt._worker.feed.next(loader, opt._worker.at)
         if batch is END:
@@ -95,7 +97,33 @@ def _batches(
                 "over it gave no batch); give a loader that can be iterated again, such as a "
                 "DataLoader or a list"
             )
+        idle.count()
         yield batch
+
+
+class _Idle:
+    """Batches that no step has used yet. It says once if a loop steps at none of them, as that loop
+    would never end."""
+
+    def __init__(self, opt: LocalOptimizer):
+        self._opt, self._told = opt, False
+        self._since()
+
+    def _since(self) -> None:
+        self._clock, self._epoch, self._batches = self._opt.clock, self._opt._worker.at.epoch, 0
+
+    def count(self) -> None:
+        if self._opt.clock != self._clock:
+            self._since()
+        self._batches += 1
+        whole_pass = self._opt._worker.at.epoch > self._epoch + 1
+        if whole_pass and self._batches > ACCUMULATED and not self._told:
+            self._told = True
+            warn(
+                f"the clock is still at {self._clock} after {self._batches} batches, more than a "
+                "whole pass over the loader, and so the loop will not end; call opt.step() once "
+                "for each batch, or for each few whose gradients add up"
+            )
 
 
 def _clock_after_passes(opt: LocalOptimizer, loader: Any, epochs: float) -> int:

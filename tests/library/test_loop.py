@@ -223,6 +223,28 @@ def test_a_loader_inside_others_is_dealt_anew_each_epoch():
     assert seen[:3] != seen[3:6] != seen[6:]
 
 
+def test_a_loop_that_never_steps_is_told_so_once():
+    opt = one_worker()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number, _ in enumerate(palsgd.until([1, 2, 3], opt, steps=9)):
+            if number == 600:
+                break
+    (line,) = [str(each.message) for each in said]
+    assert line.startswith("the clock is still at 0 after 257 batches, more than a whole pass over")
+
+
+def test_a_loop_that_steps_less_than_once_a_pass_is_let_be():
+    opt = one_worker()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, _ in enumerate(palsgd.until([1, 2, 3], opt, steps=9)):
+            if number % 50 == 49:
+                opt.model.weight.grad = torch.zeros_like(opt.model.weight)
+                opt.step()
+    assert opt.clock == 9
+
+
 class Stateful:
     """A loader with a state of its own, by the protocol of torchdata's StatefulDataLoader: a state
     that is loaded holds for the next pass."""
