@@ -212,8 +212,7 @@ def _train_all_but_frozen(model: nn.Module) -> None:
 def _is_mask(buffer: Tensor) -> bool:
     if buffer.device.type == "meta" or not buffer.is_floating_point():
         return False
-    # A norm of float8 is not implemented.
-    return not all_finite([buffer.float() if buffer.itemsize < 2 else buffer])
+    return not all_finite([buffer])
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -57,6 +57,7 @@ def values(worker):
         fp32=torch.tensor([[1.0, -2.5, 1e-3]]) * (worker + 1),
         bf16=torch.tensor([1.0, 2.0], dtype=torch.bfloat16) * (worker + 1),
         fp64=torch.tensor(0.25, dtype=torch.float64) * (worker + 1),
+        fp8=(torch.tensor([0.5, -1.0]) * (worker + 1)).to(torch.float8_e4m3fn),
     )
     return integers | floats
 
@@ -96,7 +97,9 @@ def counters_job(policy, warmup, bucket_mb):
     opt.step()
     assert {name: b.data_ptr() for name, b in model.named_buffers()} == places
     assert model.absent is None
-    return buffers_of(model), opt.clock, opt.rounds
+    assert model.fp8.dtype == torch.float8_e4m3fn
+    # torch cannot pickle float8, nor compare two of them.
+    return buffers_of(model) | {"fp8": model.fp8.double()}, opt.clock, opt.rounds
 
 
 @pytest.mark.parametrize("bucket_mb", [128, 8 / 2**20])
@@ -113,10 +116,11 @@ def test_average_is_the_mean_of_floats_and_worker_0s_integers_to_the_bit(
         assert (clock, rounds) == (1, 1 - warmup)
         for name in INTEGERS:
             assert torch.equal(got[name], values(0)[name]), (name, got[name])
-        for name in ("fp32", "bf16", "fp64"):
+        for name in ("fp32", "bf16", "fp64", "fp8"):
             mean = torch.stack([values(k)[name].double() for k in range(workers)]).mean(dim=0)
-            assert got[name].dtype == values(0)[name].dtype
-            torch.testing.assert_close(got[name], mean.to(got[name].dtype))
+            expected = mean.to(values(0)[name].dtype)
+            expected = expected.double() if name == "fp8" else expected
+            torch.testing.assert_close(got[name], expected)
         assert got["mask"].tolist() == [1.0 + worker] * 2  # not persistent: the code's own
         assert got["table"].tolist() == [worker, 7]
 
@@ -168,8 +172,8 @@ def test_other_policies_leave_every_buffer_alone_at_a_sync(world, policy):
     found = world.run(counters_job, workers=2, policy=policy, warmup=0, bucket_mb=128)
     for worker, (got, _, rounds) in enumerate(found):
         assert rounds == 1
-        persistent = {name: got[name] for name in values(0)}
-        equal(persistent, values(worker))
+        persistent, own = {name: got[name] for name in values(0)}, values(worker)
+        equal(persistent, own | {"fp8": own["fp8"].double()})
 
 
 def norm_job(policy, steps):
