@@ -157,8 +157,12 @@ class InnerStep:
             ownership.owners.add(self)
 
     def rates(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        """The learning rate of each parameter group. A group that came after all was built has no
+        tensors at a mixing step, which may be sooner than the sync that would refuse it."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.replica.initial_rates):
+            self.replica.check_unchanged()
+        return [float(group["lr"]) for group in groups]
 
     def clip(self) -> None:
         if self.max_norm is None:

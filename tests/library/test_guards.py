@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import palsgd
 from palsgd.untrained import contents_digest
 from support.problems import mse
+from support.stepping import take_step
 
 
 def sgd(model, lr=0.05):
@@ -222,7 +223,21 @@ def test_a_late_change_is_told_at_the_next_sync_before_anything_is_sent(world, w
     rules = dict(warmup_steps=0)
     for said, clock, _, _ in world.run(later_job, workers=2, what=what, rules=rules):
         assert LATER[what] in said
-        assert clock == 4
+        assert clock == (2 if what == "added" else 4)
+
+
+def test_a_group_that_is_added_late_is_told_before_a_step_that_mixes():
+    """Its tensors have no anchor to be pulled to."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    inner = torch.optim.SGD(model[1].parameters(), lr=0.05)
+    opt = palsgd.PALSGD(model, inner, sync_every=8, mix_prob=0.5, transport=palsgd.Alone())
+    take_step(model, opt, data(0, 0))
+    later("added", model, inner)
+    clock = opt.clock
+    with pytest.raises(ValueError, match=r"2 parameter\(s\) were unfrozen or added to inner"):
+        take_step(model, opt, data(0, 1))
+    assert opt.clock == clock
 
 
 def test_a_change_before_the_first_step_is_told_by_the_first_step(world):
