@@ -244,6 +244,13 @@ class LocalOptimizer(Optimizer):
             NonFiniteError: a model has inf or nan at a sync.
             SyncError: a peer could not be reached; the global model is unchanged.
         """
+        if "torch._dynamo" in sys.modules:  # this call may be in a function that it compiles
+            return _untraced()(self, closure)
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's profiling wrapper costs half a step
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if (
             self._evaluation.shows_global
             or self._worker.leaving
@@ -268,8 +275,6 @@ class LocalOptimizer(Optimizer):
         if hooked and (self._optimizer_step_post_hooks or _global_optimizer_post_hooks):
             self._call_hooks(self._optimizer_step_post_hooks, _global_optimizer_post_hooks)
         return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch's profiling wrapper costs half a step
 
     def _check_gradients(self) -> None:
         """Warn if the first local step has nothing to go by, which torch's optimizers accept."""
@@ -642,3 +647,15 @@ class LocalOptimizer(Optimizer):
                 "parameters cannot be added to a palsgd optimizer; add them to the inner optimizer "
                 "and build a new one"
             )
+
+
+_UNTRACED_STEP: Callable[..., Any] | None = None
+
+
+def _untraced() -> Callable[..., Any]:
+    """A step that torch.compile calls as it is: messages and clocks cannot be traced. It is made
+    when the compiler is there, as importing that takes a second."""
+    global _UNTRACED_STEP
+    if _UNTRACED_STEP is None:
+        _UNTRACED_STEP = torch.compiler.disable(LocalOptimizer._step)
+    return _UNTRACED_STEP

@@ -385,3 +385,32 @@ def test_a_run_resumed_while_auto_measures_counts_only_the_seconds_since_the_las
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
     walked(fresh, again, 6, start=6)
     assert again.ledger.interval["step_s"] < 100.0
+
+
+@pytest.mark.parametrize("what", ["step", "all"])
+def test_a_training_step_that_torch_compiles_ends_where_one_that_it_does_not(what):
+    """The compiler leaves the optimizer's step as it is, with its clock and its messages."""
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        opt = palsgd.PALSGD(model, inner, sync_every=4, mix_prob=0.25, transport=palsgd.Alone())
+
+        def step():
+            opt.step()
+
+        def train(x):
+            model(x).square().mean().backward()
+            own_step()
+            opt.zero_grad()
+
+        own_step = torch.compile(step, backend="eager") if compiled and what == "step" else step
+        own_train = torch.compile(train, backend="eager") if compiled and what == "all" else train
+        data = torch.randn(40, 6, 4, generator=torch.Generator().manual_seed(1))
+        for x in data:
+            own_train(x)
+        return opt.clock, model.weight
+
+    assert trained(compiled=True)[0] == trained(compiled=False)[0] > 40
+    assert torch.equal(trained(compiled=True)[1], trained(compiled=False)[1])
