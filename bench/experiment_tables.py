@@ -214,7 +214,14 @@ def margins_table(subject: str, over: str) -> str:
         for row in found["margins"] if row["steps"] is not None
     ]  # fmt: skip
     links = [over if "all_reduce" in link else _rate(link) for link in found["links"]]
-    columns = ("worse by", f"{found['quality']} to reach", "method", "steps", "share of DDP's", *links)
+    columns = (
+        "worse by",
+        f"{found['quality']} to reach",
+        "method",
+        "steps",
+        "share of DDP's",
+        *links,
+    )
     return markdown(columns, rows)
 
 

@@ -22,6 +22,7 @@ from palsgd.schedule import Span
 from palsgd.sharding import local_tensor
 from palsgd.state_0_1 import converted
 from palsgd.state_optimizers import (
+    forget_inner,
     load_inner,
     load_outer,
     load_outer_scheduler,
@@ -259,11 +260,21 @@ def _load_clock(of: Parts, saved: int, load: Loading) -> None:
     if of.worker.course.warming_up and at.has_anchor:
         # in the warm-up the local model is the global one, so an anchor would be an old one
         at.has_anchor, load.leaves_rounds = False, True
-        model = "the saved global model" if of.transport.workers > 1 else "this worker's model"
-        load.dropped.append(
-            f"clock {saved} lies in the warm-up of {load.mine['warmup_steps']} steps, in which "
-            f"training goes on from {model}; the outer state is left out"
-        )
+        _leave_rounds(of, load)
+
+
+def _leave_rounds(of: Parts, load: Loading) -> None:
+    """The workers of a warm-up take the same step, so they begin it with equal inner states too. No
+    worker knows those of the others, and without a message only empty ones are equal."""
+    model, left = "this worker's model", "the outer state is left out"
+    if of.transport.workers > 1:
+        forget_inner(of)
+        model, left = "the saved global model", "the outer state and each worker's inner state are"
+        left += " left out"
+    load.dropped.append(
+        f"clock {of.worker.at.clock} lies in the warm-up of {load.mine['warmup_steps']} steps, in "
+        f"which training goes on from {model}; {left}"
+    )
 
 
 def _take_spans(course: Course, spans: list[Span]) -> None:
@@ -332,7 +343,10 @@ def _load_method(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None
 
 
 def _load_buffers(of: Parts, saved: dict[str, Any], load: Loading) -> None:
-    of.worker.warmup.buffers.load(saved)
+    buffers = of.worker.warmup.buffers
+    buffers.load(saved)
+    if load.leaves_rounds and of.transport.workers > 1:
+        buffers.copy_to_local()  # those of the model from which training goes on
 
 
 def _load_data(of: Parts, saved: Any, load: Loading) -> None:

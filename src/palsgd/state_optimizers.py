@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palsgd.inner import parts_of
 from palsgd.packing import ModelLike, snapshot
 from palsgd.sharding import local_tensor
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
@@ -23,6 +24,11 @@ def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     ):
         rate = group["lr"] * (now / then) if now != then and then else group["lr"]
         group.update(mine, lr=rate)  # the same point of the schedule of another initial rate
+
+
+def forget_inner(of: Parts) -> None:
+    for part in parts_of(of.worker.inner.optimizer):
+        part.state.clear()
 
 
 def _initial_rates(config: dict[str, Any]) -> list[float]:

@@ -168,6 +168,47 @@ def test_a_longer_warm_up_goes_on_from_the_model_without_anchor_and_outer_state(
     assert (opt.clock, opt.rounds, len(opt.ledger.history)) == (100, 1, 1)
 
 
+def back_in_step(ddp):
+    """Within a round, where the workers' models, moments and statistics differ."""
+
+    def built(kind, **rules):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        return model, kind(model, torch.optim.AdamW(model.parameters(), lr=0.01), **rules)
+
+    def steps(model, opt, number):
+        data = batches(dist.get_rank(), torch.float32)
+        take_steps(model, opt, number, data)
+
+    model, opt = built(palsgd.DiLoCo, sync_every=8)
+    steps(model, opt, 13)
+    other = (palsgd.DDP, {}) if ddp else (palsgd.DiLoCo, dict(sync_every=8, warmup_steps=32))
+    again, resumed = built(other[0], **other[1])
+    again.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        resumed.load_state_dict(opt.state_dict(), strict=False)
+    loaded = [t.numpy().copy() for t in again.state_dict().values()]
+    steps(again, resumed, 18)
+    averaged = vector(again)
+    steps(again, resumed, 2)
+    return loaded, averaged, [str(w.message) for w in seen], resumed.clock
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "warm-up"])
+def test_workers_that_leave_their_rounds_are_equal_and_stay_so_while_gradients_are_averaged(
+    world, ddp
+):
+    one, other = world.run(back_in_step, workers=2, ddp=ddp)
+    for mine, theirs in zip(one[0], other[0], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(one[1], other[1])
+    for _, _, said, clock in (one, other):
+        assert len(said) == 1
+        assert "the outer state and each worker's inner state are left out" in said[0]
+        assert clock == 33
+
+
 def test_inner_settings_are_the_new_ones_as_the_outer_ones_are():
     _, opt = load(saved_diloco(3, lr=0.1), lr=0.01, beta=0.5, outer=palsgd.nesterov(0.7, 0.5))
     assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.01)
