@@ -16,7 +16,12 @@ from palsgd.sync import Syncer
 def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     inner = of.worker.inner.optimizer
     own = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
-    inner.load_state_dict(snapshot(saved))
+    other = None if load.strict else load.differs("inner")
+    if other is None:
+        inner.load_state_dict(snapshot(saved))
+    else:
+        _take_rates_alone(of, saved["param_groups"])
+        load.dropped.append(f"the inner state does not fit {other}, so it starts anew")
     if load.strict:
         return
     for group, mine, now, then in zip(
@@ -24,6 +29,15 @@ def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     ):
         rate = group["lr"] * (now / then) if now != then and then else group["lr"]
         group.update(mine, lr=rate)  # the same point of the schedule of another initial rate
+
+
+def _take_rates_alone(of: Parts, saved: list[dict[str, Any]]) -> None:
+    """Of another kind of inner optimizer only the point of the schedule counts."""
+    forget_inner(of)
+    groups = of.worker.inner.optimizer.param_groups
+    if len(groups) == len(saved):
+        for group, found in zip(groups, saved, strict=True):
+            group["lr"] = found["lr"]
 
 
 def forget_inner(of: Parts) -> None:

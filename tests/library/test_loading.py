@@ -299,6 +299,34 @@ def test_residues_are_dropped_by_name_where_the_number_of_workers_changes(world,
         assert clock == 16
 
 
+@pytest.mark.parametrize("begins_with_sgd", [True, False])
+def test_the_state_of_another_kind_of_inner_optimizer_is_dropped_by_name(begins_with_sgd):
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def build(inner):
+        model = linear()
+        return model, palsgd.DiLoCo(model, inner(model), sync_every=4, **ALONE)
+
+    before, after = (sgd, adamw) if begins_with_sgd else (adamw, sgd)
+    model, opt = build(before)
+    take_steps(model, opt, 6)
+    opt.param_groups[0]["lr"] /= 2  # half of the way down a schedule
+    weights, state = saved(model, opt)
+    model, opt = build(after)
+    rate = opt.param_groups[0]["lr"]
+    model.load_state_dict(weights)
+    with pytest.warns(UserWarning, match="the inner state does not fit inner='.*starts anew"):
+        opt.load_state_dict(state, strict=False)
+    assert not opt.inner.state
+    assert opt.param_groups[0]["lr"] == pytest.approx(rate / 2)
+    take_steps(model, opt, 6)
+    assert opt.rounds == 3
+
+
 # -- the same iteration ------------------------------------------------------------------------
 
 
