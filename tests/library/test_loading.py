@@ -327,6 +327,28 @@ def test_the_state_of_another_kind_of_inner_optimizer_is_dropped_by_name(begins_
     assert opt.rounds == 3
 
 
+def test_a_sync_under_way_is_left_out_by_name_where_other_buffers_are_averaged():
+    def build(buffers):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        rules = dict(sync_every=8, delay=3, buffers=buffers)
+        return model, palsgd.DiLoCo(model, momentum(model), **rules, **ALONE)
+
+    data = batches(0, torch.float32)
+    for before, after in (("local", "average"), ("average", "recompute")):
+        model, opt = build(before)
+        take_steps(model, opt, 9, data)
+        assert pending_sync(opt)
+        weights, state = saved(model, opt)
+        model, opt = build(after)
+        model.load_state_dict(weights)
+        with pytest.warns(UserWarning, match="the sync under way does not fit buffers="):
+            opt.load_state_dict(state, strict=False)
+        assert not pending_sync(opt)
+        take_steps(model, opt, 11, data)
+        assert opt.rounds == 1  # that of the next sync
+
+
 # -- the same iteration ------------------------------------------------------------------------
 
 
