@@ -121,8 +121,10 @@ def load_outer(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None:
     if other is not None and any(used) and _names_of(of.syncer) != _saved_names(saved):
         load.dropped.append(f"the outer state does not fit {other}, so it starts anew")
         return
-    if len(entries) != len(params):  # other fragments
-        entries, used = [entries[0]] * len(params), [any(used)] * len(params)
+    if len(entries) != len(params) or load.differs("fragments"):
+        # the pieces are others, also if there are as many: all are as the first that was synced
+        first = entries[used.index(True) if any(used) else 0]
+        entries, used = [first] * len(params), [any(used)] * len(params)
     for param, entry, counts in zip(params, entries, used, strict=True):
         if counts:
             outer.state[param] = snapshot(entry)

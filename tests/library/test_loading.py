@@ -349,6 +349,35 @@ def test_a_sync_under_way_is_left_out_by_name_where_other_buffers_are_averaged()
         assert opt.rounds == 1  # that of the next sync
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+@pytest.mark.parametrize("cuts", [(1, 2), (2, 1)], ids=str)
+def test_fragments_may_change_before_each_was_synced_once(steps, cuts):
+    """Two tensors of one size are two pieces, under one fragment as under two."""
+
+    def build(fragments):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)])
+        rules = dict(sync_every=4, fragments=fragments, outer=palsgd.nesterov(0.5, 0.8))
+        return model, palsgd.DiLoCo(model, momentum(model), **rules, **ALONE)
+
+    def train(model, opt, steps):
+        for x, _ in (2 * batches(0, torch.float32))[:steps]:
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    model, opt = build(cuts[0])
+    train(model, opt, steps)
+    synced = bool(opt.outer.state)
+    weights, state = saved(model, opt)
+    model, opt = build(cuts[1])
+    model.load_state_dict(weights)
+    opt.load_state_dict(state, strict=False)
+    assert [bool(kept) for kept in opt.outer.state.values()] == [True, True] * synced
+    train(model, opt, 8)
+    assert opt.clock == steps + 8
+
+
 # -- the same iteration ------------------------------------------------------------------------
 
 
