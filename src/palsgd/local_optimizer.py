@@ -48,6 +48,7 @@ from palsgd.schedulers import (
     peak_rates,
     rates_ahead,
     weakly_held,
+    wrap_step,
 )
 from palsgd.settings import agree, settings_of
 from palsgd.state import Parts, load_state, save_state
@@ -618,11 +619,15 @@ class LocalOptimizer(Optimizer):
                 "group": None,
             }
             LocalOptimizer.__init__(copy, **kept)
+            # the copy was built with present hyper-parameters, which are not the initial ones
+            copy.config |= deepcopy(self.config)
             load_state(copy._parts(), deepcopy(save_state(self._parts())), strict=True)
         scheduler = self._worker.inner.scheduler
         memo |= {id(each.optimizer): proxy(copy) for each in weakly_held(scheduler)}
         copy.set_scheduler(deepcopy(scheduler, memo))
         copy._worker.course.end_at(self._worker.schedule.end)
+        if "step" in vars(self):  # a scheduler has wrapped it, around the original's
+            wrap_step(copy)
         for name in vars(self).keys() - vars(copy).keys():  # a subclass's own
             setattr(copy, name, deepcopy(getattr(self, name), memo))
         return copy

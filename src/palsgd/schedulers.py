@@ -4,8 +4,9 @@ import copy
 import gc
 import warnings
 from collections.abc import Iterator
+from functools import wraps
 from typing import Any
-from weakref import ProxyType, WeakSet, proxy
+from weakref import ProxyType, WeakSet, proxy, ref
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -99,6 +100,20 @@ def weakly_held(scheduler: Any) -> list[Any]:
     """The schedulers that refer to their optimizer by a proxy."""
     found = [each for each in _nested(scheduler) if hasattr(each, "optimizer")]
     return [each for each in found if isinstance(each.optimizer, ProxyType)]
+
+
+def wrap_step(opt: Optimizer) -> None:
+    """Wrap the step of a copied optimizer as torch's schedulers do, which look for that in their
+    first step. Like theirs it refers to the optimizer weakly."""
+    kind: Any = type(opt)
+    owner = ref(opt)
+
+    @wraps(kind.step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return kind.step(owner(), *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    opt.step = step  # type: ignore[method-assign]
 
 
 def _nested(scheduler: Any) -> list[Any]:

@@ -378,6 +378,33 @@ def test_fragments_may_change_before_each_was_synced_once(steps, cuts):
     assert opt.clock == steps + 8
 
 
+@pytest.mark.parametrize("changed", [dict(lr=0.01), dict(weight_decay=0.1), dict(momentum=0.5)])
+def test_an_optimizer_is_copied_after_a_hyper_parameter_has_changed(changed):
+    model, opt = diloco(**ALONE)
+    take_steps(model, opt, 5)
+    opt.param_groups[0].update(changed)
+    twin = copy.deepcopy(opt)
+    assert changed.items() <= twin.param_groups[0].items()
+    for each in (opt, twin):
+        take_steps(each.model, each, 6)
+    np.testing.assert_array_equal(vector(twin.model), vector(model))
+    opt.load_state_dict(twin.state_dict())  # it has the settings of the original
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_an_optimizer_is_copied_anywhere_in_a_one_cycle_schedule(steps):
+    def one_cycle(opt):
+        return torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=50)
+
+    model, opt = diloco(scheduler=one_cycle, **ALONE)
+    take_steps(model, opt, steps)
+    twin = copy.deepcopy(opt)
+    for each in (opt, twin):
+        take_steps(each.model, each, 6)
+        assert each.clock == steps + 6
+    np.testing.assert_array_equal(vector(twin.model), vector(model))
+
+
 # -- the same iteration ------------------------------------------------------------------------
 
 
