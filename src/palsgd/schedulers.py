@@ -3,7 +3,7 @@
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import wraps
 from typing import Any
 from weakref import ProxyType, WeakSet, proxy, ref
@@ -77,8 +77,26 @@ def _copied_scheduler(
         return None
 
 
+def step_on(scheduler: Any, groups: list[dict[str, Any]], steps: int) -> bool:
+    """Step a schedule so often, from the rates with which it stands now. Stepping alone gives the
+    rates of every schedule, as some change the rate that they find. False if it ends before."""
+    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    return all(_stepped(scheduler) for _ in range(steps))
+
+
+def steps_of(state: Mapping[str, Any]) -> int | None:
+    """How often a schedule with this state was stepped; None if it does not say so."""
+    inside = state.get("_schedulers")  # a ChainedScheduler has no count of its own
+    found = state.get("last_epoch")
+    if found is None and inside:
+        first = inside[0]
+        return steps_of(first if isinstance(first, Mapping) else first.state_dict())
+    return found
+
+
 def _stepped(scheduler: Any) -> bool:
-    """Step a copied scheduler. False if it does not go on, as a OneCycleLR at its end."""
+    """Step a scheduler. False if it does not go on, as a OneCycleLR at its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from palsgd.inner import parts_of
 from palsgd.packing import ModelLike, snapshot
+from palsgd.schedulers import step_on, steps_of
 from palsgd.sharding import local_tensor
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
 from palsgd.sync import Syncer
@@ -202,6 +203,29 @@ def load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
     changes = of.worker.changes
     if changes is None or changes.outer_scheduler is None or saved is None:
         return
-    changes.outer_scheduler.load_state_dict(saved)
-    for group, lr in zip(changes.outer.param_groups, saved["_last_lr"], strict=True):
-        group["lr"] = lr
+    scheduler, groups = changes.outer_scheduler, changes.outer.param_groups
+    ahead = _steps_ahead(scheduler, saved)
+    if load.strict or (ahead is None and not load.differs("outer", "outer_scheduler")):
+        scheduler.load_state_dict(saved)
+        for group, lr in zip(groups, saved["_last_lr"], strict=True):
+            group["lr"] = lr
+    else:
+        _go_on(scheduler, groups, ahead, load, "outer_scheduler")
+
+
+def _steps_ahead(scheduler: Any, saved: Any) -> int | None:
+    """The steps from here to where the saved schedule stands; None if they cannot be taken."""
+    now, then = steps_of(scheduler.state_dict()), steps_of(saved)
+    return None if now is None or then is None or then < now else then - now
+
+
+def _go_on(scheduler: Any, groups: Any, ahead: int | None, load: Loading, option: str) -> None:
+    """Bring a schedule to the step at which the saved one stands, under its own settings."""
+    kind = f"{option}={type(scheduler).__name__}"
+    if ahead is None:
+        load.dropped.append(
+            f"{kind} cannot be brought to the step of the saved schedule, so it stays where it is; "
+            "load into a new optimizer"
+        )
+    elif not step_on(scheduler, groups, ahead):
+        load.dropped.append(f"{kind} ends before the step of the saved schedule, {ahead} further")
