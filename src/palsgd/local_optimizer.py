@@ -47,6 +47,7 @@ from palsgd.schedulers import (
     hold_weakly,
     peak_rates,
     rates_ahead,
+    settings_in,
     weakly_held,
     wrap_step,
 )
@@ -228,6 +229,7 @@ class LocalOptimizer(Optimizer):
             # the first inner step. torch would warn that the calls are in the wrong order.
             bound._opt_called = True
         self._worker.inner.scheduler = scheduler
+        self.config["scheduler"] = settings_in(scheduler)
 
     # -- the training loop ---------------------------------------------------------------------
 
@@ -619,12 +621,14 @@ class LocalOptimizer(Optimizer):
                 "group": None,
             }
             LocalOptimizer.__init__(copy, **kept)
-            # the copy was built with present hyper-parameters, which are not the initial ones
+            # the copy was built with present hyper-parameters, which are not the initial ones, and
+            # gets its schedule below
             copy.config |= deepcopy(self.config)
             load_state(copy._parts(), deepcopy(save_state(self._parts())), strict=True)
         scheduler = self._worker.inner.scheduler
         memo |= {id(each.optimizer): proxy(copy) for each in weakly_held(scheduler)}
         copy.set_scheduler(deepcopy(scheduler, memo))
+        copy.config |= deepcopy(self.config)
         copy._worker.course.end_at(self._worker.schedule.end)
         if "step" in vars(self):  # a scheduler has wrapped it, around the original's
             wrap_step(copy)

@@ -15,7 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from palsgd.checks import warn
 from palsgd.inner import parts_of
 from palsgd.method import Method
+from palsgd.outer import described
 from palsgd.schedule import Schedule
+
+# Where a schedule stands, beside its settings.
+_PROGRESS = ("last_epoch", "T_cur", "T_i")
 
 
 def peak_rates(inner: Optimizer) -> list[float]:
@@ -75,6 +79,15 @@ def _copied_scheduler(
         return copy.deepcopy(scheduler, stand_ins)
     except Exception:  # a scheduler of one's own may hold anything
         return None
+
+
+def settings_in(scheduler: Any) -> str | None:
+    """The settings of a schedule and of those inside it. None for one that a framework steps, and
+    saves itself."""
+    nested = [each for each in _nested(scheduler) if isinstance(each, LRScheduler)]
+    if not nested or nested[0] is not scheduler:
+        return None
+    return " of ".join(str(described(each, but=_PROGRESS)) for each in nested)
 
 
 def step_on(scheduler: Any, groups: list[dict[str, Any]], steps: int) -> bool:

@@ -76,7 +76,9 @@ def load_state(
         of.worker.resumed()
         return
     number = saved["worker"]["number"]
-    load = Loading(strict, saved["config"], of.config, number == of.transport.worker, joining)
+    # states of release 0.2.0 do not name the schedule
+    config = {"scheduler": of.config["scheduler"]} | saved["config"]
+    load = Loading(strict, config, of.config, number == of.transport.worker, joining)
     _check_config(load)
     _check_names(of, saved["parameters"])
     load_inner(of, inner, load)

@@ -169,13 +169,27 @@ def save_scheduler(of: Parts) -> Any:
 
 
 def load_scheduler(of: Parts, saved: Any, load: Loading) -> None:
-    scheduler = of.worker.inner.scheduler
+    scheduler, groups = of.worker.inner.scheduler, of.worker.inner.optimizer.param_groups
+    other = None if load.strict else load.differs("scheduler")
     if scheduler is None or saved is None:
+        if other is not None:
+            rate = "the learning rate stays" if scheduler is None else "the schedule begins anew"
+            load.dropped.append(f"the state does not fit {other}, so {rate}")
+            _begin_anew(scheduler, groups)
+        return
+    if other is not None:
+        _go_on(scheduler, groups, _steps_ahead(scheduler, saved), load, "scheduler")
         return
     own = _base_rates(scheduler)
     scheduler.load_state_dict(saved)
     if not load.strict:
         _set_base_rates(scheduler, own)
+
+
+def _begin_anew(scheduler: Any, groups: list[dict[str, Any]]) -> None:
+    """A schedule that is to begin does so with its own rates, not with those of the state."""
+    if scheduler is not None:
+        step_on(scheduler, groups, 0)
 
 
 def _base_rates(scheduler: Any) -> Any:

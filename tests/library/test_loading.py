@@ -405,6 +405,66 @@ def test_an_optimizer_is_copied_anywhere_in_a_one_cycle_schedule(steps):
     np.testing.assert_array_equal(vector(twin.model), vector(model))
 
 
+# -- schedules of the learning rate --------------------------------------------------------------
+
+
+def cosine(steps):
+    return lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
+
+
+def one_cycle(steps):
+    return lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=steps)
+
+
+def halving(steps):
+    return lambda opt: torch.optim.lr_scheduler.StepLR(opt, steps, 0.5)
+
+
+def in_sequence(steps):
+    def build(opt):
+        first = torch.optim.lr_scheduler.LinearLR(opt, 0.5, total_iters=3)
+        return torch.optim.lr_scheduler.SequentialLR(opt, [first, cosine(steps)(opt)], [3])
+
+    return build
+
+
+SCHEDULES = [cosine, one_cycle, halving, in_sequence]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_of_other_settings_is_refused_where_the_load_is_strict(kind):
+    _, state = saved_diloco(6, scheduler=kind(40))
+    for other in (kind(80), None):
+        opt = diloco(scheduler=other, **ALONE)[1]
+        with pytest.raises(ValueError, match=r"other settings.*scheduler: saved '.*40"):
+            opt.load_state_dict(state)
+    diloco(scheduler=kind(40), **ALONE)[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.02])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_of_other_settings_goes_on_at_the_saved_step_with_its_own(kind, lr):
+    state = saved_diloco(6, scheduler=kind(40))
+    model, opt = load(state, scheduler=kind(50), lr=lr)
+    other, began_so = diloco(scheduler=kind(50), lr=lr, **ALONE)
+    take_steps(other, began_so, 6)
+    for _ in range(30):
+        mine, theirs = opt.param_groups[0], began_so.param_groups[0]
+        assert (mine["lr"], mine["momentum"]) == (theirs["lr"], theirs["momentum"])
+        take_steps(model, opt, 1)
+        take_steps(other, began_so, 1)
+
+
+def test_a_schedule_that_only_one_side_has_is_named():
+    state = saved_diloco(6, scheduler=cosine(40))
+    _, opt = load(state, "scheduler=None.*, so the learning rate stays")
+    assert 0 < opt.param_groups[0]["lr"] < 0.05
+    _, opt = load(
+        saved_diloco(6), "saved None.*, so the schedule begins anew", scheduler=cosine(40)
+    )
+    assert opt.param_groups[0]["lr"] == 0.05
+
+
 # -- the same iteration ------------------------------------------------------------------------
 
 
