@@ -81,6 +81,7 @@ def load_state(
     load = Loading(strict, config, of.config, number == of.transport.worker, joining)
     _check_config(load)
     _check_names(of, saved["parameters"])
+    _check_rounds(of, saved["clock"], saved["progress"], load)
     load_inner(of, inner, load)
     for entry in SCHEMA:
         entry.load(of, saved[entry.name], load)
@@ -200,6 +201,29 @@ def _check_names(of: Parts, saved: list[str] | None) -> None:
     odd = sorted(set(saved or of.replica.names) ^ set(of.replica.names))
     if odd:
         raise ValueError(f"the state is of another model: {odd[0]} is only on one side")
+
+
+def _check_rounds(of: Parts, clock: int, saved: dict[str, Any], load: Loading) -> None:
+    """Where steps without data are drawn, workers stand at different clocks between two syncs. A
+    sync of other rounds may lie between them, and they would never meet in it."""
+    other, first = (
+        load.differs("sync_every", "fragments", "method"),
+        of.worker.course.first_schedule,
+    )
+    if load.strict or other is None or of.transport.workers == 1 or not saved["has_anchor"]:
+        return
+    mixes = of.worker.method.gradient_share < 1 or saved["gradient_steps"] < clock
+    last, first = max(saved["sent_at"]), of.worker.course.first_schedule
+    if not mixes or clock == last or first.warms_up(clock):
+        return
+    spans = tuple(Span(*span) for span in saved["spans"])
+    then, now = replace(first, spans=spans, fragments=saved["fragments"]), first.next_send(last)
+    if now < then.next_send(last):
+        raise ValueError(
+            f"the state is of clock {clock}, within a round, and under {other} there is a sync at "
+            f"clock {now}, which some workers may have passed and others not; save right after a "
+            "sync (opt.synced) to change the rounds"
+        )
 
 
 # -- progress ----------------------------------------------------------------------------------

@@ -465,6 +465,52 @@ def test_a_schedule_that_only_one_side_has_is_named():
     assert opt.param_groups[0]["lr"] == 0.05
 
 
+def shorter_rounds(sync_every, at_sync):
+    model, opt = palsgd_run(sync_every=16)
+    data = batches()
+    take_steps(model, opt, 3, data)
+    while at_sync and not opt.synced:
+        take_steps(model, opt, 1, data)
+    weights, state = saved(model, opt)
+    model, opt = palsgd_run(sync_every=sync_every)
+    model.load_state_dict(weights)
+    try:
+        opt.load_state_dict(state, strict=False)
+    except ValueError as error:
+        return str(error)
+    train_until(model, opt, 40)
+    return opt.clock
+
+
+@pytest.mark.parametrize("sync_every", [4, 16])
+def test_shorter_rounds_within_a_round_of_steps_without_data_are_refused(world, sync_every):
+    for got in world.run(shorter_rounds, workers=2, sync_every=sync_every, at_sync=True):
+        assert got == 40
+    for got in world.run(shorter_rounds, workers=2, sync_every=sync_every, at_sync=False):
+        if sync_every == 16:
+            assert got == 40
+        else:
+            assert "under sync_every=4 (saved 16) there is a sync at clock 4" in got
+            assert "save right after a sync" in got
+            assert "\n" not in got
+
+
+def other_rounds_of_diloco():
+    model, opt = diloco(sync_every=16)
+    take_steps(model, opt, 6)
+    weights, state = saved(model, opt)
+    model, opt = diloco(sync_every=4)
+    model.load_state_dict(weights)
+    opt.load_state_dict(state, strict=False)
+    train_until(model, opt, 20)
+    return opt.clock
+
+
+def test_rounds_may_change_anywhere_where_every_step_has_a_gradient(world):
+    for got in world.run(other_rounds_of_diloco, workers=2):
+        assert got == 20
+
+
 # -- the same iteration ------------------------------------------------------------------------
 
 
