@@ -562,12 +562,13 @@ class LocalOptimizer(Optimizer):
         """Resume from `state_dict` bit for bit, also within a round. Load the model before.
 
         With `strict=True` the settings must be those under which the state was saved, the inner
-        optimizer's initial hyper-parameters included. With `strict=False` the settings are those of
-        this optimizer, inner and outer ones alike, and progress and tensors those of the state. The
-        learning rate stays at its point of the schedule. A sync under way is applied first. What no
-        longer fits is left out, and one warning names it: residues of codecs under another number
-        of workers, of fragments or another codec; the outer state, if the clock lies in the new
-        warm-up. With `sync_every="auto"` in place of a fixed H, H is measured anew.
+        optimizer's initial hyper-parameters and the scheduler's included. With `strict=False` the
+        settings are those of this optimizer, inner and outer ones alike, and progress and tensors
+        those of the state. The learning rate stays at its point of the schedule. A sync under way
+        is applied first. What no longer fits is left out, and one warning names it: residues of
+        codecs under another number of workers, of fragments or another codec; the outer state and,
+        with several workers, the inner one, if the clock lies in the new warm-up; the inner state
+        of another class. With `sync_every="auto"` in place of a fixed H, H is measured anew.
 
         The state of another worker resumes from its global model, with a warning. The state of a
         plain optimizer is loaded into the inner one; the clock starts at 0, and the model is the

@@ -13,11 +13,14 @@ from palsgd.sharding import local_tensor
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
 from palsgd.sync import Syncer
 
+# Settings under which an inner optimizer keeps one more tensor for each parameter.
+_ADD_TENSORS = ("momentum", "amsgrad", "centered")
+
 
 def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     inner = of.worker.inner.optimizer
     own = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
-    other = None if load.strict else load.differs("inner")
+    other = None if load.strict else load.differs("inner") or _turned_on(saved, load)
     if other is None:
         inner.load_state_dict(snapshot(saved))
     else:
@@ -30,6 +33,18 @@ def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     ):
         rate = group["lr"] * (now / then) if now != then and then else group["lr"]
         group.update(mine, lr=rate)  # the same point of the schedule of another initial rate
+
+
+def _turned_on(saved: dict[str, Any], load: Loading) -> str | None:
+    """The first setting that has torch's optimizers look for a tensor that the state has not."""
+    if not any(saved["state"].values()):
+        return None
+    groups = (each.get("inner_settings", []) for each in (load.mine, load.saved))
+    for now, then in zip(*groups, strict=False):
+        for name in _ADD_TENSORS:
+            if now.get(name) and not then.get(name):
+                return f"{name}={now[name]!r} (saved {then.get(name)!r})"
+    return None
 
 
 def _take_rates_alone(of: Parts, saved: list[dict[str, Any]]) -> None:

@@ -299,6 +299,39 @@ def test_residues_are_dropped_by_name_where_the_number_of_workers_changes(world,
         assert clock == 16
 
 
+@pytest.mark.parametrize(
+    ("kind", "turned_on"),
+    [
+        (torch.optim.AdamW, "amsgrad"),
+        (torch.optim.RMSprop, "centered"),
+        (torch.optim.RMSprop, "momentum"),
+    ],
+)
+def test_an_inner_state_that_lacks_a_tensor_for_the_new_settings_is_dropped_by_name(
+    kind, turned_on
+):
+    def build(**settings):
+        model = linear()
+        return model, palsgd.DiLoCo(model, kind(model.parameters(), **settings), **rules)
+
+    rules = dict(sync_every=4, **ALONE)
+    model, opt = build()
+    take_steps(model, opt, 6)
+    weights, state = saved(model, opt)
+    model, opt = build(**{turned_on: True})
+    model.load_state_dict(weights)
+    with pytest.warns(UserWarning, match=f"the inner state does not fit {turned_on}=True"):
+        opt.load_state_dict(state, strict=False)
+    take_steps(model, opt, 6)
+    assert opt.rounds == 3
+
+
+def test_momentum_is_turned_on_where_there_is_no_inner_state_to_drop():
+    model, opt = load(saved_diloco(6, beta=0.0), beta=0.9)  # a warning would be an error
+    take_steps(model, opt, 6)
+    assert all("momentum_buffer" in kept for kept in opt.inner.state.values())
+
+
 @pytest.mark.parametrize("begins_with_sgd", [True, False])
 def test_the_state_of_another_kind_of_inner_optimizer_is_dropped_by_name(begins_with_sgd):
     def sgd(model):
