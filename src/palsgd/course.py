@@ -100,6 +100,11 @@ class Course:
             self.interval.costs = []
         self.at = self._no_progress()
 
+    @property
+    def first_schedule(self) -> Schedule:
+        """As it was built."""
+        return self._first[0]
+
     def end_at(self, clock: int | None) -> None:
         self.schedule = self.schedule.with_end(clock)
         self.plain_until = -1

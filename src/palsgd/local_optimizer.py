@@ -47,7 +47,9 @@ from palsgd.schedulers import (
     hold_weakly,
     peak_rates,
     rates_ahead,
+    settings_in,
     weakly_held,
+    wrap_step,
 )
 from palsgd.settings import agree, settings_of
 from palsgd.state import Parts, load_state, save_state
@@ -227,6 +229,7 @@ class LocalOptimizer(Optimizer):
             # the first inner step. torch would warn that the calls are in the wrong order.
             bound._opt_called = True
         self._worker.inner.scheduler = scheduler
+        self.config["scheduler"] = settings_in(scheduler)
 
     # -- the training loop ---------------------------------------------------------------------
 
@@ -564,12 +567,13 @@ class LocalOptimizer(Optimizer):
         """Resume from `state_dict` bit for bit, also within a round. Load the model before.
 
         With `strict=True` the settings must be those under which the state was saved, the inner
-        optimizer's initial hyper-parameters included. With `strict=False` the settings are those of
-        this optimizer, inner and outer ones alike, and progress and tensors those of the state. The
-        learning rate stays at its point of the schedule. A sync under way is applied first. What no
-        longer fits is left out, and one warning names it: residues of codecs under another number
-        of workers, of fragments or another codec; the outer state, if the clock lies in the new
-        warm-up. With `sync_every="auto"` in place of a fixed H, H is measured anew.
+        optimizer's initial hyper-parameters and the scheduler's included. With `strict=False` the
+        settings are those of this optimizer, inner and outer ones alike, and progress and tensors
+        those of the state. The learning rate stays at its point of the schedule. A sync under way
+        is applied first. What no longer fits is left out, and one warning names it: residues of
+        codecs under another number of workers, of fragments or another codec; the outer state and,
+        with several workers, the inner one, if the clock lies in the new warm-up; the inner state
+        of another class. With `sync_every="auto"` in place of a fixed H, H is measured anew.
 
         The state of another worker resumes from its global model, with a warning. The state of a
         plain optimizer is loaded into the inner one; the clock starts at 0, and the model is the
@@ -623,11 +627,17 @@ class LocalOptimizer(Optimizer):
                 "group": None,
             }
             LocalOptimizer.__init__(copy, **kept)
+            # the copy was built with present hyper-parameters, which are not the initial ones, and
+            # gets its schedule below
+            copy.config |= deepcopy(self.config)
             load_state(copy._parts(), deepcopy(save_state(self._parts())), strict=True)
         scheduler = self._worker.inner.scheduler
         memo |= {id(each.optimizer): proxy(copy) for each in weakly_held(scheduler)}
         copy.set_scheduler(deepcopy(scheduler, memo))
+        copy.config |= deepcopy(self.config)
         copy._worker.course.end_at(self._worker.schedule.end)
+        if "step" in vars(self):  # a scheduler has wrapped it, around the original's
+            wrap_step(copy)
         for name in vars(self).keys() - vars(copy).keys():  # a subclass's own
             setattr(copy, name, deepcopy(getattr(self, name), memo))
         return copy

@@ -1,7 +1,7 @@
 """Outer optimizers, which change the anchor at a sync by the mean displacement."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def takes_metric(scheduler: Any) -> bool:
     )
 
 
-def described(scheduler: Any) -> str | None:
+def described(scheduler: Any, *, but: Sequence[str] = ("last_epoch",)) -> str | None:
     """A scheduler's class and settings, as far as they are plain numbers."""
     if scheduler is None:
         return None
@@ -102,7 +102,7 @@ def described(scheduler: Any) -> str | None:
         name: value
         for name, value in sorted(vars(scheduler).items())
         if not name.startswith("_")
-        and name != "last_epoch"
+        and name not in but
         and (isinstance(value, kinds) or _numbers(value))
     }
     return f"{type(scheduler).__name__}({', '.join(f'{k}={v}' for k, v in plain.items())})"

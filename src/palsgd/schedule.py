@@ -374,6 +374,14 @@ class Schedule:
         found = next((c for c in inside if c > clock and self.due(c)), start + span.length)
         return found if self.end is None or not clock < self.end < found else self.end
 
+    def next_send(self, clock: int) -> int:
+        """The next clock after this one at which a fragment is sent, wherever training ends."""
+        schedule = self.with_end(None)
+        clock = schedule.next_due(clock)
+        while not schedule.sends(clock):
+            clock = schedule.next_due(clock)
+        return clock
+
     def exchanges(self, end: int, start: int = 0) -> Iterator[tuple[int, list[Due]]]:
         """Every clock after `start` at which something is due, and what is due, up to `end`, where
         training ends."""

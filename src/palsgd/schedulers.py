@@ -3,9 +3,10 @@
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import wraps
 from typing import Any
-from weakref import ProxyType, WeakSet, proxy
+from weakref import ProxyType, WeakSet, proxy, ref
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -14,7 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from palsgd.checks import warn
 from palsgd.inner import parts_of
 from palsgd.method import Method
+from palsgd.outer import described
 from palsgd.schedule import Schedule
+
+# Where a schedule stands, beside its settings.
+_PROGRESS = ("last_epoch", "T_cur", "T_i")
 
 
 def peak_rates(inner: Optimizer) -> list[float]:
@@ -76,8 +81,35 @@ def _copied_scheduler(
         return None
 
 
+def settings_in(scheduler: Any) -> str | None:
+    """The settings of a schedule and of those inside it. None for one that a framework steps, and
+    saves itself."""
+    nested = [each for each in _nested(scheduler) if isinstance(each, LRScheduler)]
+    if not nested or nested[0] is not scheduler:
+        return None
+    return " of ".join(str(described(each, but=_PROGRESS)) for each in nested)
+
+
+def step_on(scheduler: Any, groups: list[dict[str, Any]], steps: int) -> bool:
+    """Step a schedule so often, from the rates with which it stands now. Stepping alone gives the
+    rates of every schedule, as some change the rate that they find. False if it ends before."""
+    for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+    return all(_stepped(scheduler) for _ in range(steps))
+
+
+def steps_of(state: Mapping[str, Any]) -> int | None:
+    """How often a schedule with this state was stepped; None if it does not say so."""
+    inside = state.get("_schedulers")  # a ChainedScheduler has no count of its own
+    found = state.get("last_epoch")
+    if found is None and inside:
+        first = inside[0]
+        return steps_of(first if isinstance(first, Mapping) else first.state_dict())
+    return found
+
+
 def _stepped(scheduler: Any) -> bool:
-    """Step a copied scheduler. False if it does not go on, as a OneCycleLR at its end."""
+    """Step a scheduler. False if it does not go on, as a OneCycleLR at its end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -99,6 +131,20 @@ def weakly_held(scheduler: Any) -> list[Any]:
     """The schedulers that refer to their optimizer by a proxy."""
     found = [each for each in _nested(scheduler) if hasattr(each, "optimizer")]
     return [each for each in found if isinstance(each.optimizer, ProxyType)]
+
+
+def wrap_step(opt: Optimizer) -> None:
+    """Wrap the step of a copied optimizer as torch's schedulers do, which look for that in their
+    first step. Like theirs it refers to the optimizer weakly."""
+    kind: Any = type(opt)
+    owner = ref(opt)
+
+    @wraps(kind.step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return kind.step(owner(), *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    opt.step = step  # type: ignore[method-assign]
 
 
 def _nested(scheduler: Any) -> list[Any]:

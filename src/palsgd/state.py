@@ -22,6 +22,7 @@ from palsgd.schedule import Span
 from palsgd.sharding import local_tensor
 from palsgd.state_0_1 import converted
 from palsgd.state_optimizers import (
+    forget_inner,
     load_inner,
     load_outer,
     load_outer_scheduler,
@@ -75,9 +76,12 @@ def load_state(
         of.worker.resumed()
         return
     number = saved["worker"]["number"]
-    load = Loading(strict, saved["config"], of.config, number == of.transport.worker, joining)
+    # states of release 0.2.0 do not name the schedule
+    config = {"scheduler": of.config["scheduler"]} | saved["config"]
+    load = Loading(strict, config, of.config, number == of.transport.worker, joining)
     _check_config(load)
     _check_names(of, saved["parameters"])
+    _check_rounds(of, saved["clock"], saved["progress"], load)
     load_inner(of, inner, load)
     for entry in SCHEMA:
         entry.load(of, saved[entry.name], load)
@@ -199,6 +203,29 @@ def _check_names(of: Parts, saved: list[str] | None) -> None:
         raise ValueError(f"the state is of another model: {odd[0]} is only on one side")
 
 
+def _check_rounds(of: Parts, clock: int, saved: dict[str, Any], load: Loading) -> None:
+    """Where steps without data are drawn, workers stand at different clocks between two syncs. A
+    sync of other rounds may lie between them, and they would never meet in it."""
+    other, first = (
+        load.differs("sync_every", "fragments", "method"),
+        of.worker.course.first_schedule,
+    )
+    if load.strict or other is None or of.transport.workers == 1 or not saved["has_anchor"]:
+        return
+    mixes = of.worker.method.gradient_share < 1 or saved["gradient_steps"] < clock
+    last, first = max(saved["sent_at"]), of.worker.course.first_schedule
+    if not mixes or clock == last or first.warms_up(clock):
+        return
+    spans = tuple(Span(*span) for span in saved["spans"])
+    then, now = replace(first, spans=spans, fragments=saved["fragments"]), first.next_send(last)
+    if now < then.next_send(last):
+        raise ValueError(
+            f"the state is of clock {clock}, within a round, and under {other} there is a sync at "
+            f"clock {now}, which some workers may have passed and others not; save right after a "
+            "sync (opt.synced) to change the rounds"
+        )
+
+
 # -- progress ----------------------------------------------------------------------------------
 
 
@@ -259,11 +286,21 @@ def _load_clock(of: Parts, saved: int, load: Loading) -> None:
     if of.worker.course.warming_up and at.has_anchor:
         # in the warm-up the local model is the global one, so an anchor would be an old one
         at.has_anchor, load.leaves_rounds = False, True
-        model = "the saved global model" if of.transport.workers > 1 else "this worker's model"
-        load.dropped.append(
-            f"clock {saved} lies in the warm-up of {load.mine['warmup_steps']} steps, in which "
-            f"training goes on from {model}; the outer state is left out"
-        )
+        _leave_rounds(of, load)
+
+
+def _leave_rounds(of: Parts, load: Loading) -> None:
+    """The workers of a warm-up take the same step, so they begin it with equal inner states too. No
+    worker knows those of the others, and without a message only empty ones are equal."""
+    model, left = "this worker's model", "the outer state is left out"
+    if of.transport.workers > 1:
+        forget_inner(of)
+        model, left = "the saved global model", "the outer state and each worker's inner state are"
+        left += " left out"
+    load.dropped.append(
+        f"clock {of.worker.at.clock} lies in the warm-up of {load.mine['warmup_steps']} steps, in "
+        f"which training goes on from {model}; {left}"
+    )
 
 
 def _take_spans(course: Course, spans: list[Span]) -> None:
@@ -332,7 +369,10 @@ def _load_method(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None
 
 
 def _load_buffers(of: Parts, saved: dict[str, Any], load: Loading) -> None:
-    of.worker.warmup.buffers.load(saved)
+    buffers = of.worker.warmup.buffers
+    buffers.load(saved)
+    if load.leaves_rounds and of.transport.workers > 1:
+        buffers.copy_to_local()  # those of the model from which training goes on
 
 
 def _load_data(of: Parts, saved: Any, load: Loading) -> None:

@@ -6,16 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palsgd.inner import parts_of
 from palsgd.packing import ModelLike, snapshot
+from palsgd.schedulers import step_on, steps_of
 from palsgd.sharding import local_tensor
 from palsgd.state_parts import Loading, Parts, load_model_like, model_like, scratch
 from palsgd.sync import Syncer
+
+# Settings under which an inner optimizer keeps one more tensor for each parameter.
+_ADD_TENSORS = ("momentum", "amsgrad", "centered")
 
 
 def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     inner = of.worker.inner.optimizer
     own = [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups]
-    inner.load_state_dict(snapshot(saved))
+    other = None if load.strict else load.differs("inner") or _turned_on(saved, load)
+    if other is None:
+        inner.load_state_dict(snapshot(saved))
+    else:
+        _take_rates_alone(of, saved["param_groups"])
+        load.dropped.append(f"the inner state does not fit {other}, so it starts anew")
     if load.strict:
         return
     for group, mine, now, then in zip(
@@ -23,6 +33,32 @@ def load_inner(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     ):
         rate = group["lr"] * (now / then) if now != then and then else group["lr"]
         group.update(mine, lr=rate)  # the same point of the schedule of another initial rate
+
+
+def _turned_on(saved: dict[str, Any], load: Loading) -> str | None:
+    """The first setting that has torch's optimizers look for a tensor that the state has not."""
+    if not any(saved["state"].values()):
+        return None
+    groups = (each.get("inner_settings", []) for each in (load.mine, load.saved))
+    for now, then in zip(*groups, strict=False):
+        for name in _ADD_TENSORS:
+            if now.get(name) and not then.get(name):
+                return f"{name}={now[name]!r} (saved {then.get(name)!r})"
+    return None
+
+
+def _take_rates_alone(of: Parts, saved: list[dict[str, Any]]) -> None:
+    """Of another kind of inner optimizer only the point of the schedule counts."""
+    forget_inner(of)
+    groups = of.worker.inner.optimizer.param_groups
+    if len(groups) == len(saved):
+        for group, found in zip(groups, saved, strict=True):
+            group["lr"] = found["lr"]
+
+
+def forget_inner(of: Parts) -> None:
+    for part in parts_of(of.worker.inner.optimizer):
+        part.state.clear()
 
 
 def _initial_rates(config: dict[str, Any]) -> list[float]:
@@ -101,8 +137,10 @@ def load_outer(of: Parts, saved: dict[str, Any] | None, load: Loading) -> None:
     if other is not None and any(used) and _names_of(of.syncer) != _saved_names(saved):
         load.dropped.append(f"the outer state does not fit {other}, so it starts anew")
         return
-    if len(entries) != len(params):  # other fragments
-        entries, used = [entries[0]] * len(params), [any(used)] * len(params)
+    if len(entries) != len(params) or load.differs("fragments"):
+        # the pieces are others, also if there are as many: all are as the first that was synced
+        first = entries[used.index(True) if any(used) else 0]
+        entries, used = [first] * len(params), [any(used)] * len(params)
     for param, entry, counts in zip(params, entries, used, strict=True):
         if counts:
             outer.state[param] = snapshot(entry)
@@ -146,13 +184,27 @@ def save_scheduler(of: Parts) -> Any:
 
 
 def load_scheduler(of: Parts, saved: Any, load: Loading) -> None:
-    scheduler = of.worker.inner.scheduler
+    scheduler, groups = of.worker.inner.scheduler, of.worker.inner.optimizer.param_groups
+    other = None if load.strict else load.differs("scheduler")
     if scheduler is None or saved is None:
+        if other is not None:
+            rate = "the learning rate stays" if scheduler is None else "the schedule begins anew"
+            load.dropped.append(f"the state does not fit {other}, so {rate}")
+            _begin_anew(scheduler, groups)
+        return
+    if other is not None:
+        _go_on(scheduler, groups, _steps_ahead(scheduler, saved), load, "scheduler")
         return
     own = _base_rates(scheduler)
     scheduler.load_state_dict(saved)
     if not load.strict:
         _set_base_rates(scheduler, own)
+
+
+def _begin_anew(scheduler: Any, groups: list[dict[str, Any]]) -> None:
+    """A schedule that is to begin does so with its own rates, not with those of the state."""
+    if scheduler is not None:
+        step_on(scheduler, groups, 0)
 
 
 def _base_rates(scheduler: Any) -> Any:
@@ -180,6 +232,29 @@ def load_outer_scheduler(of: Parts, saved: Any, load: Loading) -> None:
     changes = of.worker.changes
     if changes is None or changes.outer_scheduler is None or saved is None:
         return
-    changes.outer_scheduler.load_state_dict(saved)
-    for group, lr in zip(changes.outer.param_groups, saved["_last_lr"], strict=True):
-        group["lr"] = lr
+    scheduler, groups = changes.outer_scheduler, changes.outer.param_groups
+    ahead = _steps_ahead(scheduler, saved)
+    if load.strict or (ahead is None and not load.differs("outer", "outer_scheduler")):
+        scheduler.load_state_dict(saved)
+        for group, lr in zip(groups, saved["_last_lr"], strict=True):
+            group["lr"] = lr
+    else:
+        _go_on(scheduler, groups, ahead, load, "outer_scheduler")
+
+
+def _steps_ahead(scheduler: Any, saved: Any) -> int | None:
+    """The steps from here to where the saved schedule stands; None if they cannot be taken."""
+    now, then = steps_of(scheduler.state_dict()), steps_of(saved)
+    return None if now is None or then is None or then < now else then - now
+
+
+def _go_on(scheduler: Any, groups: Any, ahead: int | None, load: Loading, option: str) -> None:
+    """Bring a schedule to the step at which the saved one stands, under its own settings."""
+    kind = f"{option}={type(scheduler).__name__}"
+    if ahead is None:
+        load.dropped.append(
+            f"{kind} cannot be brought to the step of the saved schedule, so it stays where it is; "
+            "load into a new optimizer"
+        )
+    elif not step_on(scheduler, groups, ahead):
+        load.dropped.append(f"{kind} ends before the step of the saved schedule, {ahead} further")

@@ -41,7 +41,8 @@ def load_rank(of: Parts, saved: dict[str, Any], load: Loading) -> None:
     syncer.residues.kept = _fitting_residues(of, saved, load)
     if saved["pending"] is None or saved["pending"].get("empty"):
         return
-    other = load.differs("fragments", "workers", "method")
+    # with other buffers or another inner state to average its messages have another size
+    other = load.differs("fragments", "workers", "method", "buffers", "average_state")
     if other is not None:
         load.dropped.append(
             f"the sync under way does not fit {other}, so its steps are sent with the next one"

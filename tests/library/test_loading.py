@@ -168,6 +168,47 @@ def test_a_longer_warm_up_goes_on_from_the_model_without_anchor_and_outer_state(
     assert (opt.clock, opt.rounds, len(opt.ledger.history)) == (100, 1, 1)
 
 
+def back_in_step(ddp):
+    """Within a round, where the workers' models, moments and statistics differ."""
+
+    def built(kind, **rules):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        return model, kind(model, torch.optim.AdamW(model.parameters(), lr=0.01), **rules)
+
+    def steps(model, opt, number):
+        data = batches(dist.get_rank(), torch.float32)
+        take_steps(model, opt, number, data)
+
+    model, opt = built(palsgd.DiLoCo, sync_every=8)
+    steps(model, opt, 13)
+    other = (palsgd.DDP, {}) if ddp else (palsgd.DiLoCo, dict(sync_every=8, warmup_steps=32))
+    again, resumed = built(other[0], **other[1])
+    again.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        resumed.load_state_dict(opt.state_dict(), strict=False)
+    loaded = [t.numpy().copy() for t in again.state_dict().values()]
+    steps(again, resumed, 18)
+    averaged = vector(again)
+    steps(again, resumed, 2)
+    return loaded, averaged, [str(w.message) for w in seen], resumed.clock
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "warm-up"])
+def test_workers_that_leave_their_rounds_are_equal_and_stay_so_while_gradients_are_averaged(
+    world, ddp
+):
+    one, other = world.run(back_in_step, workers=2, ddp=ddp)
+    for mine, theirs in zip(one[0], other[0], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(one[1], other[1])
+    for _, _, said, clock in (one, other):
+        assert len(said) == 1
+        assert "the outer state and each worker's inner state are left out" in said[0]
+        assert clock == 33
+
+
 def test_inner_settings_are_the_new_ones_as_the_outer_ones_are():
     _, opt = load(saved_diloco(3, lr=0.1), lr=0.01, beta=0.5, outer=palsgd.nesterov(0.7, 0.5))
     assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.01)
@@ -256,6 +297,251 @@ def test_residues_are_dropped_by_name_where_the_number_of_workers_changes(world,
         assert any("what codecs had not sent yet does not fit workers=3" in line for line in said)
         assert any("the sync under way does not fit workers=3" in s for s in said) == (delay > 0)
         assert clock == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "turned_on"),
+    [
+        (torch.optim.AdamW, "amsgrad"),
+        (torch.optim.RMSprop, "centered"),
+        (torch.optim.RMSprop, "momentum"),
+    ],
+)
+def test_an_inner_state_that_lacks_a_tensor_for_the_new_settings_is_dropped_by_name(
+    kind, turned_on
+):
+    def build(**settings):
+        model = linear()
+        return model, palsgd.DiLoCo(model, kind(model.parameters(), **settings), **rules)
+
+    rules = dict(sync_every=4, **ALONE)
+    model, opt = build()
+    take_steps(model, opt, 6)
+    weights, state = saved(model, opt)
+    model, opt = build(**{turned_on: True})
+    model.load_state_dict(weights)
+    with pytest.warns(UserWarning, match=f"the inner state does not fit {turned_on}=True"):
+        opt.load_state_dict(state, strict=False)
+    take_steps(model, opt, 6)
+    assert opt.rounds == 3
+
+
+def test_momentum_is_turned_on_where_there_is_no_inner_state_to_drop():
+    model, opt = load(saved_diloco(6, beta=0.0), beta=0.9)  # a warning would be an error
+    take_steps(model, opt, 6)
+    assert all("momentum_buffer" in kept for kept in opt.inner.state.values())
+
+
+@pytest.mark.parametrize("begins_with_sgd", [True, False])
+def test_the_state_of_another_kind_of_inner_optimizer_is_dropped_by_name(begins_with_sgd):
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def build(inner):
+        model = linear()
+        return model, palsgd.DiLoCo(model, inner(model), sync_every=4, **ALONE)
+
+    before, after = (sgd, adamw) if begins_with_sgd else (adamw, sgd)
+    model, opt = build(before)
+    take_steps(model, opt, 6)
+    opt.param_groups[0]["lr"] /= 2  # half of the way down a schedule
+    weights, state = saved(model, opt)
+    model, opt = build(after)
+    rate = opt.param_groups[0]["lr"]
+    model.load_state_dict(weights)
+    with pytest.warns(UserWarning, match="the inner state does not fit inner='.*starts anew"):
+        opt.load_state_dict(state, strict=False)
+    assert not opt.inner.state
+    assert opt.param_groups[0]["lr"] == pytest.approx(rate / 2)
+    take_steps(model, opt, 6)
+    assert opt.rounds == 3
+
+
+def test_a_sync_under_way_is_left_out_by_name_where_other_buffers_are_averaged():
+    def build(buffers):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        rules = dict(sync_every=8, delay=3, buffers=buffers)
+        return model, palsgd.DiLoCo(model, momentum(model), **rules, **ALONE)
+
+    data = batches(0, torch.float32)
+    for before, after in (("local", "average"), ("average", "recompute")):
+        model, opt = build(before)
+        take_steps(model, opt, 9, data)
+        assert pending_sync(opt)
+        weights, state = saved(model, opt)
+        model, opt = build(after)
+        model.load_state_dict(weights)
+        with pytest.warns(UserWarning, match="the sync under way does not fit buffers="):
+            opt.load_state_dict(state, strict=False)
+        assert not pending_sync(opt)
+        take_steps(model, opt, 11, data)
+        assert opt.rounds == 1  # that of the next sync
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+@pytest.mark.parametrize("cuts", [(1, 2), (2, 1)], ids=str)
+def test_fragments_may_change_before_each_was_synced_once(steps, cuts):
+    """Two tensors of one size are two pieces, under one fragment as under two."""
+
+    def build(fragments):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(2)])
+        rules = dict(sync_every=4, fragments=fragments, outer=palsgd.nesterov(0.5, 0.8))
+        return model, palsgd.DiLoCo(model, momentum(model), **rules, **ALONE)
+
+    def train(model, opt, steps):
+        for x, _ in (2 * batches(0, torch.float32))[:steps]:
+            model(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+    model, opt = build(cuts[0])
+    train(model, opt, steps)
+    synced = bool(opt.outer.state)
+    weights, state = saved(model, opt)
+    model, opt = build(cuts[1])
+    model.load_state_dict(weights)
+    opt.load_state_dict(state, strict=False)
+    assert [bool(kept) for kept in opt.outer.state.values()] == [True, True] * synced
+    train(model, opt, 8)
+    assert opt.clock == steps + 8
+
+
+@pytest.mark.parametrize("changed", [dict(lr=0.01), dict(weight_decay=0.1), dict(momentum=0.5)])
+def test_an_optimizer_is_copied_after_a_hyper_parameter_has_changed(changed):
+    model, opt = diloco(**ALONE)
+    take_steps(model, opt, 5)
+    opt.param_groups[0].update(changed)
+    twin = copy.deepcopy(opt)
+    assert changed.items() <= twin.param_groups[0].items()
+    for each in (opt, twin):
+        take_steps(each.model, each, 6)
+    np.testing.assert_array_equal(vector(twin.model), vector(model))
+    opt.load_state_dict(twin.state_dict())  # it has the settings of the original
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_an_optimizer_is_copied_anywhere_in_a_one_cycle_schedule(steps):
+    def one_cycle(opt):
+        return torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=50)
+
+    model, opt = diloco(scheduler=one_cycle, **ALONE)
+    take_steps(model, opt, steps)
+    twin = copy.deepcopy(opt)
+    for each in (opt, twin):
+        take_steps(each.model, each, 6)
+        assert each.clock == steps + 6
+    np.testing.assert_array_equal(vector(twin.model), vector(model))
+
+
+# -- schedules of the learning rate --------------------------------------------------------------
+
+
+def cosine(steps):
+    return lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, steps)
+
+
+def one_cycle(steps):
+    return lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=steps)
+
+
+def halving(steps):
+    return lambda opt: torch.optim.lr_scheduler.StepLR(opt, steps, 0.5)
+
+
+def in_sequence(steps):
+    def build(opt):
+        first = torch.optim.lr_scheduler.LinearLR(opt, 0.5, total_iters=3)
+        return torch.optim.lr_scheduler.SequentialLR(opt, [first, cosine(steps)(opt)], [3])
+
+    return build
+
+
+SCHEDULES = [cosine, one_cycle, halving, in_sequence]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_of_other_settings_is_refused_where_the_load_is_strict(kind):
+    _, state = saved_diloco(6, scheduler=kind(40))
+    for other in (kind(80), None):
+        opt = diloco(scheduler=other, **ALONE)[1]
+        with pytest.raises(ValueError, match=r"other settings.*scheduler: saved '.*40"):
+            opt.load_state_dict(state)
+    diloco(scheduler=kind(40), **ALONE)[1].load_state_dict(state)
+
+
+@pytest.mark.parametrize("lr", [0.05, 0.02])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_of_other_settings_goes_on_at_the_saved_step_with_its_own(kind, lr):
+    state = saved_diloco(6, scheduler=kind(40))
+    model, opt = load(state, scheduler=kind(50), lr=lr)
+    other, began_so = diloco(scheduler=kind(50), lr=lr, **ALONE)
+    take_steps(other, began_so, 6)
+    for _ in range(30):
+        mine, theirs = opt.param_groups[0], began_so.param_groups[0]
+        assert (mine["lr"], mine["momentum"]) == (theirs["lr"], theirs["momentum"])
+        take_steps(model, opt, 1)
+        take_steps(other, began_so, 1)
+
+
+def test_a_schedule_that_only_one_side_has_is_named():
+    state = saved_diloco(6, scheduler=cosine(40))
+    _, opt = load(state, "scheduler=None.*, so the learning rate stays")
+    assert 0 < opt.param_groups[0]["lr"] < 0.05
+    _, opt = load(
+        saved_diloco(6), "saved None.*, so the schedule begins anew", scheduler=cosine(40)
+    )
+    assert opt.param_groups[0]["lr"] == 0.05
+
+
+def shorter_rounds(sync_every, at_sync):
+    model, opt = palsgd_run(sync_every=16)
+    data = batches()
+    take_steps(model, opt, 3, data)
+    while at_sync and not opt.synced:
+        take_steps(model, opt, 1, data)
+    weights, state = saved(model, opt)
+    model, opt = palsgd_run(sync_every=sync_every)
+    model.load_state_dict(weights)
+    try:
+        opt.load_state_dict(state, strict=False)
+    except ValueError as error:
+        return str(error)
+    train_until(model, opt, 40)
+    return opt.clock
+
+
+@pytest.mark.parametrize("sync_every", [4, 16])
+def test_shorter_rounds_within_a_round_of_steps_without_data_are_refused(world, sync_every):
+    for got in world.run(shorter_rounds, workers=2, sync_every=sync_every, at_sync=True):
+        assert got == 40
+    for got in world.run(shorter_rounds, workers=2, sync_every=sync_every, at_sync=False):
+        if sync_every == 16:
+            assert got == 40
+        else:
+            assert "under sync_every=4 (saved 16) there is a sync at clock 4" in got
+            assert "save right after a sync" in got
+            assert "\n" not in got
+
+
+def other_rounds_of_diloco():
+    model, opt = diloco(sync_every=16)
+    take_steps(model, opt, 6)
+    weights, state = saved(model, opt)
+    model, opt = diloco(sync_every=4)
+    model.load_state_dict(weights)
+    opt.load_state_dict(state, strict=False)
+    train_until(model, opt, 20)
+    return opt.clock
+
+
+def test_rounds_may_change_anywhere_where_every_step_has_a_gradient(world):
+    for got in world.run(other_rounds_of_diloco, workers=2):
+        assert got == 20
 
 
 # -- the same iteration ------------------------------------------------------------------------

@@ -5,7 +5,17 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 import palsgd
 from support.core_access import core_of
@@ -109,6 +119,88 @@ def test_a_state_without_a_schedule_goes_on_under_one_when_it_is_not_strict():
     with pytest.raises(ValueError, match="outer_scheduler: saved None"):
         alone(linear()).load_state_dict(state)
     alone(linear()).load_state_dict(state, strict=False)
+
+
+def cosine(steps):
+    return lambda outer: CosineAnnealingLR(outer, steps)
+
+
+def one_cycle(steps):
+    return lambda outer: OneCycleLR(outer, 0.9, total_steps=steps)
+
+
+def warmed(steps):
+    return lambda outer: SequentialLR(
+        outer, [LinearLR(outer, 0.5, total_iters=2), CosineAnnealingLR(outer, steps)], [2]
+    )
+
+
+def chained(gamma):
+    return lambda outer: ChainedScheduler([ExponentialLR(outer, gamma), StepLR(outer, 2, 0.5)])
+
+
+OTHER_SCHEDULES = {
+    "lambda": (halving, lambda outer: LambdaLR(outer, lambda step: 1 / (2 + step))),
+    "cosine": (cosine(10), cosine(20)),
+    "step": (lambda outer: StepLR(outer, 2, 0.5), lambda outer: StepLR(outer, 3, 0.1)),
+    "one cycle": (one_cycle(20), one_cycle(40)),
+    "sequence": (warmed(10), warmed(20)),
+    "chain": (chained(0.9), chained(0.8)),
+    "another kind": (halving, cosine(20)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SCHEDULES)
+@pytest.mark.parametrize("lr", [0.8, 0.2])
+def test_another_schedule_goes_on_at_the_saved_round_with_its_own_settings(name, lr):
+    before, after = OTHER_SCHEDULES[name]
+
+    def steps(model, opt, number):
+        for batch in (batches(0) * 9)[:number]:
+            take_step(model, opt, batch)
+
+    model = linear()
+    opt = alone(model, outer_scheduler=before)
+    steps(model, opt, 22)
+    weights, state = copy.deepcopy((model.state_dict(), opt.state_dict()))
+
+    def fresh():
+        model = linear()
+        rules = dict(sync_every=4, outer_scheduler=after, transport=palsgd.Alone())
+        return model, palsgd.DiLoCo(model, sgd(model), outer=palsgd.nesterov(lr, 0.5), **rules)
+
+    other, resumed = fresh()
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state, strict=False)
+    model, opt = fresh()  # had it been so from the beginning
+    steps(model, opt, 22)
+    for _ in range(3):
+        assert opt.outer.param_groups[0]["lr"] == resumed.outer.param_groups[0]["lr"]
+        steps(model, opt, 4)
+        steps(other, resumed, 4)
+    assert resumed.outer_scheduler.get_last_lr() == opt.outer_scheduler.get_last_lr()
+
+
+def test_a_schedule_that_ends_before_the_saved_round_is_named():
+    model = linear()
+    opt = alone(model, outer_scheduler=cosine(10))
+    for batch in (batches(0) * 9)[:22]:
+        take_step(model, opt, batch)
+    other = alone(linear(), outer_scheduler=one_cycle(4))
+    with pytest.warns(UserWarning, match="outer_scheduler=OneCycleLR ends before the step of"):
+        other.load_state_dict(opt.state_dict(), strict=False)
+
+
+def test_an_earlier_state_is_loaded_back_into_the_optimizer_that_saved_it():
+    model = linear()
+    opt = alone(model)
+    state = opt.state_dict()
+    for batch in (batches(0) * 9)[:8]:
+        take_step(model, opt, batch)
+    assert opt.outer.param_groups[0]["lr"] == 0.2
+    opt.load_state_dict(state, strict=False)  # a warning would be an error
+    assert opt.outer.param_groups[0]["lr"] == 0.8
+    assert opt.outer_scheduler.last_epoch == 0
 
 
 def other_gamma_job():
