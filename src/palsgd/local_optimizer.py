@@ -144,11 +144,11 @@ class LocalOptimizer(Optimizer):
         self.config = settings_of(self._title(), self._worker, self.transport, options)
         self._driver, self._watch = Driver(self._parts()), LagWatch()
         self._evaluation = EvaluationMode(self._worker, self._driver)
+        self.set_scheduler(scheduler)
         sizes = {"bucket_mb": bucket_mb, "offload": offload}
         agree(self.config, model, self._worker, self.transport, **sizes)
         join_company(self._worker, self.transport)
         self._worker.warmup.switch(on=self._worker.course.warming_up)
-        self.set_scheduler(scheduler)
         self._begin(options)
 
     def _checked_options(self) -> Options:

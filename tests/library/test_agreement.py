@@ -89,6 +89,7 @@ TOLD = {
     "tensor lr": ("lr of inner", "0.125", "0.25"),
     "decay of a group": ("weight_decay of inner group 1", "0.0", "0.5"),
     "groups": ("number of inner parameter groups", "1", "2"),
+    "schedule": ("scheduler", "CosineAnnealingLR(T_max=50", "CosineAnnealingLR(T_max=90"),
     "torch": ("versions", "torch 9.9"),
     "palsgd": ("versions", "palsgd 9.9"),
 }
@@ -109,6 +110,13 @@ def inner_of(name, model, odd):
     return torch.optim.SGD(model.parameters(), lr=0.01 if name == "lr" and odd else 0.1)
 
 
+def schedule_of(name, odd):
+    if name != "schedule":
+        return {}
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    return {"scheduler": functools.partial(cosine, T_max=90 if odd else 50)}
+
+
 def job(name):
     odd = dist.get_rank() == 1
     torch.manual_seed(0)
@@ -118,7 +126,7 @@ def job(name):
     if module is not None and odd:
         module.__version__ = "9.9"
     try:
-        palsgd.DiLoCo(model, inner_of(name, model, odd), sync_every=4)
+        palsgd.DiLoCo(model, inner_of(name, model, odd), sync_every=4, **schedule_of(name, odd))
     finally:
         if module is not None:
             module.__version__ = before
