@@ -508,7 +508,7 @@ def with_alternatives(names: Iterable[str]) -> set[str]:
 
 def assignments(texts: list[str]) -> dict[str, str]:
     """`["lr=0.1", "seed=1"]` as a dict."""
-    found = {}
+    found: dict[str, str] = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign or not value:
