@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -269,7 +270,7 @@ def test_a_headline_gives_a_method_without_a_finite_end_no_target_and_no_gain(tm
     write(tmp_path / "palsgd", [], lines=lines, simulated=True)
     said = over_a_link(tmp_path)
     assert "PALSGD does not reach DDP's loss in 200 steps, with" in said
-    assert said.endswith("it does not end with a finite loss.")
+    assert said.endswith("1 of 1 run of palsgd ends without a finite loss: no verdict.")
 
 
 def test_a_headline_and_sentences_say_that_a_stated_target_is_reached_by_the_method_alone(tmp_path):
@@ -341,6 +342,28 @@ def test_runs_without_a_common_seed_get_no_verdict(tmp_path):
 
 
 # -- words -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ddp", "palsgd", "said"),
+    [
+        ([1.0] * 3, [1.0, math.inf, math.inf], "2 of 3 runs of palsgd end without a finite loss"),
+        ([1.0, math.inf, 1.0], [1.0] * 3, "but 1 of 3 runs of ddp ends without a finite loss"),
+        ([math.inf] * 3, [math.inf] * 3, "3 of 3 runs of palsgd end without a finite loss"),
+    ],
+)
+def test_runs_without_a_finite_end_are_counted_and_get_no_verdict(tmp_path, ddp, palsgd, said):
+    for method, ends in (("ddp", ddp), ("palsgd", palsgd)):
+        ends = [None if math.isinf(end) else end for end in ends]
+        for seed, end in enumerate(ends, start=1):
+            lines = [runs.line(0), runs.line(100, loss=4.0, metric=0.1, gradient_steps=90)]
+            gradients = 180 if method == "palsgd" else 200
+            last = runs.line(200, metric=0.2, gradient_steps=gradients) | {"loss": end}
+            how = {"method": method, "seed": seed, "tuned": "digits.yaml"}
+            write(tmp_path / f"{method}{seed}", [], lines=[*lines, last], **how)
+    words = " ".join(compare(tmp_path).verdicts)
+    assert f"{said}: no verdict." in words
+    assert not re.search(r"\b(nan|inf)\b|undecided", words)
 
 
 @pytest.mark.parametrize(
@@ -448,6 +471,16 @@ def test_mixing_is_judged_by_its_best_control(tmp_path):
     said = " ".join(compare(tmp_path).verdicts)
     assert "Against its best control of 3, diloco-raised-lr, palsgd ends" in said
     assert "ddp-accumulated" not in said
+
+
+@pytest.mark.parametrize("lost", [["palsgd"], ["palsgd-no-pull"], [*VALUES][1:4]])
+def test_controls_without_a_finite_end_give_no_parts_and_no_nan(tmp_path, lost):
+    gone = {name: [1e9, math.inf, 1e9] for name in lost}
+    write_controls(tmp_path, VALUES | gone, tuned="digits.yaml")
+    said = " ".join(compare(tmp_path).verdicts)
+    assert "without a finite loss" in said
+    assert "Of palsgd's" not in said
+    assert not re.search(r"\b(nan|inf)\b", said)
 
 
 def test_the_parts_of_mixing_sum_up_to_the_whole_difference(tmp_path):

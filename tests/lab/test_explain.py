@@ -21,6 +21,7 @@ from palsgd.lab.forecast import expected_most, forecast, parameters_of
 from palsgd.lab.methods import default_names, method_of
 from palsgd.lab.settings import Settings
 from palsgd.transports import Alone, ambient
+from support.commands import palsgd as palsgd_command
 
 METHODS = default_names()
 
@@ -414,3 +415,17 @@ def test_settings_that_no_optimizer_takes_are_refused_in_one_line():
         with pytest.raises(ValueError, match=str(next(iter(changes.values())))) as refused:
             explain(replace(QUIET, **changes))
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("inner=adamw",), "with AdamW the displacement over the rates is no gradient"),
+        (("inner=sgd", "delay=4"), "delay=4 means nothing for SCAFFOLD"),
+    ],
+)
+def test_what_training_refuses_is_not_explained(words, said):
+    found = palsgd_command("explain", "digits", "--method", "scaffold", *words)
+    assert found.code == 2
+    assert said in found.line
+    assert not found.out

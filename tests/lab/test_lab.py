@@ -247,6 +247,18 @@ def test_what_is_no_number_is_null_in_every_file(tmp_path):
         assert (record["best_step"], record["best_metric"]) == (1, 2.0)
 
 
+def test_the_best_loss_is_the_lowest_also_where_the_best_metric_is_of_another_evaluation():
+    found = [
+        {"step": step, "gradient_steps": step, "syncs": step, "bytes_sent": 1, "time_s": 0.1,
+         "loss": loss, "metric": accuracy}
+        for step, loss, accuracy in ((0, 2.0, 0.1), (1, 0.9, 0.8), (2, 0.5, 0.7))
+    ]  # fmt: skip
+    named = dict.fromkeys(("method", "workload", "workers", "seed", "simulated"))
+    record = summarize({"higher_is_better": True, **named}, found, {})
+    assert record["best_loss"] == record["final_loss"] == 0.5
+    assert (record["best_metric"], record["best_step"]) == (0.8, 1)
+
+
 def test_workers_spans_do_not_overlap_and_show_gradients_mixing_and_syncs(real):
     spans = lines(real / "palsgd", "timeline")
     assert {span["worker"] for span in spans} == {0, 1}
@@ -360,7 +372,9 @@ def test_the_global_model_that_was_best_is_kept(real, simulated):
             model.load_state_dict(kept["model"])
             loss, metric = workload.score(workload.totals(model))
             assert metric == record["best_metric"]
-            assert loss == pytest.approx(record["best_loss"], abs=1e-6)
+            (line,) = [x for x in lines(out / method) if x["step"] == kept["step"]]
+            assert loss == pytest.approx(line["loss"], abs=1e-6)
+            assert record["best_loss"] <= line["loss"]
 
 
 def test_every_point_of_a_sweep_agrees_between_processes_and_simulator(sweep):

@@ -245,3 +245,60 @@ def test_names_for_people_leave_out_where_a_file_is():
     assert references.short("package.module:Name") == "Name"
     assert references.short("digits") == "digits"
     assert references.absolute("C:\\mine.py").endswith("C:\\mine.py")
+
+
+BAD = """\
+import torch
+from torch import nn
+from palsgd.lab.workload import Workload
+
+
+class Bad(Workload):
+    recipe = dict(workers=2, steps=8, batch_size=16, sync_every=4, lr=0.05)
+
+    def load(self):
+        x = torch.rand(64, 3)
+        self.train, self.valid = (x[:32], x[:32]), (x[32:], x[32:])
+        LOAD
+
+    def model(self):
+        return MODEL
+
+    def loss(self, model, batch):
+        LOSS
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "said"),
+    [
+        ("LOAD", "open('gone.pt')", "bad.py, line 12: FileNotFoundError: "),
+        ("LOAD", "raise RuntimeError('boom')", "bad.py, line 12: RuntimeError: boom"),
+        ("LOAD", "self.valid = (x[:0], x[:0])", "Bad.load has set self.valid with 0 rows; "),
+        ("MODEL", "None", "Bad.model returned None; return a torch.nn.Module"),
+        ("MODEL", "[].lost", "bad.py, line 15: AttributeError: "),
+        ("LOSS", "return {}['key']", "bad.py, line 18: KeyError: 'key'"),
+        ("LOSS", "return None", "Bad.loss returned None; return the mean over the batch"),
+        ("LOSS", "return batch[0]", "Bad.loss returned shape [32, 3]; return the mean"),
+        ("LOSS", "return model(batch[0][:, :2]).mean()", "bad.py, line 18: RuntimeError: "),
+    ],
+)
+def test_an_error_of_a_users_workload_is_one_line_with_its_place(tmp_path, part, text, said):
+    parts = {"LOAD": "pass", "MODEL": "nn.Linear(3, 1)", "LOSS": "return model(batch[0]).mean()"}
+    source = BAD
+    for name, code in (parts | {part: text}).items():
+        source = source.replace(name, code)
+    (tmp_path / "bad.py").write_text(source)
+    found = palsgd("train", tmp_path / "bad.py", "--simulate", "--quiet", "--no-report",
+                   "--out", tmp_path / "out")  # fmt: skip
+    assert found.code in (1, 2)
+    assert found.err.splitlines()[-1].startswith(f"palsgd: {said}")
+    assert "Traceback" not in found.err
+
+
+def test_a_worker_process_says_the_place_too(tmp_path):
+    source = BAD.replace("LOAD", "pass").replace("MODEL", "nn.Linear(3, 1)")
+    (tmp_path / "bad.py").write_text(source.replace("LOSS", "return {}['key']"))
+    found = palsgd("train", tmp_path / "bad.py", "--quiet", "--no-report", "--out", tmp_path / "o")
+    assert "bad.py, line 18: KeyError: 'key'" in found.err
+    assert "Traceback" not in found.err

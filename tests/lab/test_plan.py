@@ -516,6 +516,26 @@ def test_a_plan_begins_with_its_conclusion_and_leaves_a_record_and_pictures(tmp_
         assert "<svg" in (tmp_path / "p" / f"{name}.svg").read_text()
 
 
+def test_a_run_too_short_for_rounds_is_said_to_be(tmp_path):
+    said = palsgd(*TOLD, "--steps", 3, "--out", tmp_path / "p")
+    words = " ".join(said.out.split())
+    assert "3 steps are too few for methods with rounds: 30 rounds of H = 4 are 120." in words
+    assert "H is at most" not in words
+
+
+def test_the_rival_of_ddp_is_called_the_fastest_of_those_with_rounds():
+    """A variant of DDP may be faster than it."""
+    place = planner({"rate": "400gbit", "latency": "1us"}, "empty", parameters=25 * M)
+    said = conclusion(place.cluster, place.task, make_plan(place))
+    assert "stay with DDP" in said
+    assert "; the fastest with rounds, " in said
+
+
+def test_the_largest_model_is_planned():
+    place = planner(parameters=999 * 10**12)
+    assert make_plan(place).best.run_s > 0
+
+
 def test_two_levels_uneven_links_and_thousands_are_inputs(tmp_path):
     said = palsgd(
         "plan", "--step-ms", 50, "--parameters", "100K", "--workers", 4, "--ranks-per-worker", 8,
@@ -566,6 +586,12 @@ def test_a_recipes_model_is_known_without_measuring(tmp_path):
         ((*TOLD, "--overlap", 2), "overlap=2.0 must be in [0, 1]"),
         ((*TOLD, "--extra-steps", -2), "extra_steps=-2.0 must be more than -1"),
         ((*TOLD, "--steps", 0), "steps=0 must be a whole number >= 1"),
+        ((*TOLD, "--workers", 0), "workers=0 must be a whole number >= 1"),
+        (
+            (*TOLD, "--workers", 1_000_000_000),
+            "workers=1000000000 must be a whole number <= 100000",
+        ),
+        ((*TOLD, "--parameters", "1e19"), "parameters='1e19' must be below 1000T"),
         (("plan", "storeis"), "did you mean 'stories'"),
         (("plan", "imagenet-resnet50", "--step-ms", 9), "add --parameters, e.g. 25M"),
     ],

@@ -396,6 +396,29 @@ def test_a_trial_that_diverges_is_counted_and_loses(tmp_path, monkeypatch):
     assert own["failed"] == 2  # with the seed of the search and with the fresh one
 
 
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (["ddp"], "no point of ddp in .*t-runs ends well .* try gentler settings$"),
+        (["ddp", "localsgd"], "no point of localsgd in .* or tune the other methods alone$"),
+    ],
+)
+def test_a_method_of_which_no_trial_ends_well_is_not_called_tuned(
+    tmp_path, monkeypatch, methods, said
+):
+    space = {"lr": [1e25]} if len(methods) == 1 else {"lr": [1e-2], "sync_every": [8]}
+    monkeypatch.setattr("palsgd.lab.workloads.digits.SEARCH", space)
+    if len(methods) == 2:
+        judged = Trials.judged
+        monkeypatch.setattr(
+            Trials, "judged", lambda own, t: math.inf if t[0] == "localsgd" else judged(own, t)
+        )
+    how = {"trials": 1, "seeds": 1, "inner": "sgd", **SMALL}
+    with pytest.raises(ValueError, match=said):
+        tune("digits", methods, out=tmp_path / "t.yaml", **how)
+    assert not (tmp_path / "t.yaml").exists()
+
+
 def test_a_recipe_in_epochs_gets_a_length_in_epochs_of_equal_gradients(tmp_path):
     base = workloads.recipe("digits").changed({"epochs": 4, "warmup_steps": 0, "sync_every": 8})
     given = ["sync_every", "mix_prob", "pull"]

@@ -9,7 +9,7 @@ from palsgd import registry
 from palsgd.lab.comparison import Comparison, Final, ToTarget
 from palsgd.lab.groups import Group
 from palsgd.lab.judging.interval import Interval
-from palsgd.lab.verdicts import judged, mixes, side, word_for
+from palsgd.lab.verdicts import judged, lost, mixes, side, word_for
 
 EARLY = "in its warm-up, until when both are one method"
 EQUAL = 0.02  # numbers of gradients that differ by less are called equal
@@ -119,7 +119,7 @@ def _loss(comparison: Comparison, own: Final, base: Final) -> str:
     difference = own.difference
     assert difference is not None
     if not math.isfinite(difference.value):
-        return f"it does not end with a finite {comparison.quality.name}"
+        return f"{lost(comparison, own.group) or lost(comparison, base.group)}: no verdict"
     worse = difference.value >= 0
     ends = sorted(100 * (end if worse else -end) for end in (difference.low, difference.high))
     bounds = f" [{_number(ends[0])}, {_number(ends[1])}]" if difference.known else ""

@@ -10,6 +10,7 @@ from typing import Any, Self
 from palsgd.lab.extras import missing
 from palsgd.lab.run_folder import RunFolder, write_json
 from palsgd.lab.settings import TIMEOUT_S, Settings
+from palsgd.lab.user_errors import in_users_file
 from palsgd.progress import Whole
 
 
@@ -97,13 +98,16 @@ class Failure:
     def of(cls, error: BaseException) -> Self:
         ours = type(error).__module__.startswith("palsgd.")
         said = missing(error) if isinstance(error, ModuleNotFoundError) else str(error)
+        theirs = in_users_file(error)
         refuses = isinstance(error, ValueError) and (ours or type(error) is ValueError)
         return cls(
             kind=type(error).__name__,
-            message=" ".join(said.split()),
+            message=" ".join((theirs or said).split()),
             trace="".join(traceback.format_exception(error)),
             refuses_input=refuses,
-            expected=refuses or isinstance(error, RuntimeError | OSError | ModuleNotFoundError),
+            expected=refuses
+            or theirs is not None
+            or isinstance(error, RuntimeError | OSError | ModuleNotFoundError),
             at=time.time(),
         )
 

@@ -508,12 +508,14 @@ def with_alternatives(names: Iterable[str]) -> set[str]:
 
 def assignments(texts: list[str]) -> dict[str, str]:
     """`["lr=0.1", "seed=1"]` as a dict."""
-    found = {}
+    found: dict[str, str] = {}
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign or not value:
             raise ValueError(f"{text!r} is not of the form field=value, for instance lr=0.01")
         check_field(name)
+        if setting_name(name) in map(setting_name, found):
+            raise ValueError(f"{text} is the second value of {name}; give one")
         found[name] = value
     return found
 

@@ -104,7 +104,7 @@ def simulate_runs(
             [run.plan() for run in runs],
             workers=settings.workers,
             steps=first.steps,
-            model=workload.model,
+            model=workload.new_model,
             loss=loss,
             device=workload.device,
             vectorize=False if in_turn(workload, workload.device, vectorize) else vectorize,

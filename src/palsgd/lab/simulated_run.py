@@ -164,7 +164,7 @@ class SimulatedRun:
         """Make the folder, and evaluate the model as the simulation builds it."""
         with torch.random.fork_rng():
             torch.manual_seed(self.settings.seed)
-            model = self.workload.model().to(self.workload.device)
+            model = self.workload.new_model().to(self.workload.device)
         first = start_line(self.settings, self.steps, self.settings.workers)
         self._lines = [
             first | {"time_s": self._time(0), "simulation_s": 0.0} | self._evaluate(model)

@@ -37,7 +37,8 @@ def summarize(config: Mapping[str, Any], lines: list[Line], ledger: Mapping[str,
     return named | {
         "final_loss": last["loss"],
         "final_metric": last["metric"],
-        "best_loss": best["loss"],
+        # the lowest, which on a workload of another metric may be of another evaluation
+        "best_loss": min((x["loss"] for x in evaluated if x["loss"] is not None), default=None),
         "best_metric": best["metric"],
         "best_step": best["step"],
         "steps": last["step"],

@@ -70,7 +70,9 @@ def _quality(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
             yield f"{group.label} is the same program as {same.label}: there is nothing to compare."
             continue
         base, row = comparison.baseline(group), finals[group]
-        if base is None:
+        if gone := lost(comparison, group):
+            yield f"{gone}: no verdict."
+        elif base is None:
             yield (
                 f"{_ends(comparison, group)}: without a run of "
                 f"{_baseline_name()} there is nothing to compare it with."
@@ -80,6 +82,8 @@ def _quality(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
                 f"{_ends(comparison, group)}: no seed in common with {base.label}, no verdict; "
                 "run both with the same seeds."
             )
+        elif not math.isfinite(row.difference.value):
+            yield f"{_ends(comparison, group)}, but {lost(comparison, base)}: no verdict."
         else:
             yield (
                 f"{_ends(comparison, group)}, {_distance(comparison, row.difference)} "
@@ -94,6 +98,17 @@ def _ends(comparison: "Comparison", group: Group) -> str:
     tried = [g for g in comparison.groups if g.method == group.method and g.given_name is None]
     best = f" (the best of {len(tried)} settings by this figure)" if len(tried) > 1 else ""
     return f"{group.label} ends at {comparison.quality.name} {_number(value)}{best}"
+
+
+def lost(comparison: "Comparison", group: Group) -> str | None:
+    """How many runs end without a finite figure, as then there is no mean; None: all have one."""
+    ends = list(comparison.final_losses(group).values())
+    number = sum(not math.isfinite(each) for each in ends)
+    if not number:
+        return None
+    verb = "ends" if number == 1 else "end"
+    runs = f"{number} of {len(ends)} run{'s' if len(ends) > 1 else ''} of {group.label}"
+    return f"{runs} {verb} without a finite {comparison.quality.name}"
 
 
 def _distance(comparison: "Comparison", difference: Interval) -> str:
@@ -228,13 +243,17 @@ def _cause(comparison: "Comparison", judged: list[Group]) -> Iterable[str]:
     for group in filter(mixes, judged):
         there = comparison.controls.get(group, {})
         controls = {kind: twin for kind, twin in there.items() if comparison.final_losses(twin)}
-        if controls and group not in comparison.same_programs:
+        if lost(comparison, group) or group in comparison.same_programs:
+            continue
+        if controls:
             yield _against_best(comparison, group, list(controls.values()))
         if {NO_PULL, RAISED_RATE, SAME_SETTINGS} <= controls.keys():
             yield _parts(comparison, group, controls)
 
 
 def _against_best(comparison: "Comparison", group: Group, controls: list[Group]) -> str:
+    if all(lost(comparison, twin) for twin in controls):
+        return f"No control of {group.label} ends with a finite figure: no verdict on mixing."
     best = min(controls, key=lambda twin: fmean(comparison.final_losses(twin).values()))
     difference = comparison.difference(group, best)
     if difference is None:
@@ -250,6 +269,9 @@ def _parts(comparison: "Comparison", group: Group, controls: dict[Recipe, Group]
     """plain -> raised rate -> gradients skipped too -> pulled too: each step adds one thing, and
     the steps sum up to the whole difference."""
     plain, raised, skipped = (controls[r] for r in (SAME_SETTINGS, RAISED_RATE, NO_PULL))
+    ends = (lost(comparison, each) for each in (plain, raised, skipped))
+    if gone := next(filter(None, ends), None):
+        return f"{gone}: no parts of {group.label}'s difference from its controls."
     base = fmean(comparison.final_losses(plain).values())
     steps = {
         "the raised learning rate": (raised, plain),
@@ -284,6 +306,9 @@ def _processes(comparison: "Comparison") -> Iterable[str]:
     for (seed, network), found in alike.items():
         ends = "; ".join(map(_both_ends, found))
         apart = float(np.max([twin.apart for twin in found]))  # nan if one of them is
+        if math.isnan(apart):
+            yield f"Seed {seed} in real processes over {network}: {ends}; no finite loss in common."
+            continue
         word = "within" if apart <= comparison.margin else "BEYOND"
         yield (
             f"Seed {seed} in real processes over {network}: {ends}; at most {_percent(apart)} "
@@ -292,8 +317,10 @@ def _processes(comparison: "Comparison") -> Iterable[str]:
 
 
 def _both_ends(twin: "Twin") -> str:
-    real, simulated = ("nan" if loss is None else f"{loss:.5g}" for loss in twin.ends("final_loss"))
-    return f"{twin.group.label} ended at loss {real}, the simulator at {simulated}"
+    real, simulated = (
+        "no finite loss" if loss is None else f"loss {loss:.5g}" for loss in twin.ends("final_loss")
+    )
+    return f"{twin.group.label} ended at {real}, the simulator at {simulated}"
 
 
 # -- limits ----------------------------------------------------------------------------------------

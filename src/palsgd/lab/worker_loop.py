@@ -45,7 +45,7 @@ class WorkerLoop:
         self.world = settings.workers if transport else dist.get_world_size()
         self.steps = settings.total_steps(workload.examples)
         torch.manual_seed(settings.seed)
-        self.net = workload.model().to(workload.device)
+        self.net = workload.new_model().to(workload.device)
         self._own_group: Any = twin(None) if own_group and self.world > 1 else None
         self.model, group = self._wrapped()
         self.opt: palsgd.LocalOptimizer = build_optimizer(

@@ -164,6 +164,7 @@ class Workload(ABC):
         with evaluating(model):
             for batch in self.validation(part, parts):
                 loss, metric = self.loss(model, batch), self.measure(model, batch)
+                self._check_loss(loss)
                 means = torch.stack([loss.double(), (loss if metric is None else metric).double()])
                 count = len(pytree.tree_leaves(batch)[0])
                 sums += torch.cat([means * count, sums.new_tensor([count])])
@@ -193,6 +194,23 @@ class Workload(ABC):
             labels=self.train[-1] if self.labelled else None,
         )  # fmt: skip
 
+    def new_model(self) -> nn.Module:
+        """What `model` returns, which must be one."""
+        found = self.model()
+        if not isinstance(found, nn.Module):
+            kind = type(self).__name__
+            raise ValueError(f"{kind}.model returned {found!r:.60}; return a torch.nn.Module")
+        return found
+
+    def _check_loss(self, loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return
+        found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
+        raise ValueError(
+            f"{type(self).__name__}.loss returned {found}; return the mean over the batch, a "
+            "tensor with one number"
+        )
+
     def _check_data(self) -> None:
         """Raise if `load` has not set what the methods that are not overridden read."""
         kind = type(self)
@@ -202,6 +220,10 @@ class Workload(ABC):
                 raise ValueError(
                     f"{kind.__name__}.load has set no self.{name}; set a tuple of tensors with a "
                     f"row for each example, or write {kind.__name__}.{readers[0]}"
+                )
+            if inherited and not len(getattr(self, name)[0]):
+                raise ValueError(
+                    f"{kind.__name__}.load has set self.{name} with 0 rows; give it at least one"
                 )
 
 

@@ -42,11 +42,13 @@ def explain(
     from rich.console import Console
 
     from palsgd.lab.explain import explain as explained
+    from palsgd.lab.run_set import check_method
 
     settings = settings_from(
         recipe, changes, method=method, workers=workers, steps=steps, sync_every=sync_every,
         mix_prob=mix_prob, mix_rate=mix_rate, pull=pull, seed=seed,
     )  # fmt: skip
+    check_method(settings)
     console = Console()
     for part in explained(settings, rounds=rounds, first_round=first_round):
         console.print(part)

@@ -27,6 +27,7 @@ from palsgd.lab.cli.train_command import train
 from palsgd.lab.cli.tune_command import tune
 from palsgd.lab.extras import missing
 from palsgd.lab.torchrun import under_torchrun
+from palsgd.lab.user_errors import in_users_file
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -128,8 +129,13 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         fail("stopped", 130)
     except ValueError as error:
-        fail(str(error), 2)
+        fail(in_users_file(error) or str(error), 2)
     except ModuleNotFoundError as error:
         fail(missing(error), 1)
     except (RuntimeError, OSError) as error:
-        fail(f"{error}", 1)
+        fail(in_users_file(error) or f"{error}", 1)
+    except Exception as error:
+        said = in_users_file(error)
+        if said is None:  # of this program, whose traceback is needed
+            raise
+        fail(said, 1)

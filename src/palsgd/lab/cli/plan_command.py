@@ -110,7 +110,8 @@ def plan(
         return
     check_device(device)
     settings = None if recipe is None else settings_from(recipe, None)
-    number = workers or (4 if settings is None else settings.workers)
+    usual = 4 if settings is None else settings.workers
+    number = usual if workers is None else workers
     cluster, task, measured = command.prepare(
         settings, step_ms=step_ms, parameters=parameters, steps=steps, mix_prob=mix_prob,
         extra_steps=extra_steps, data=data, device=device, workers=number, rate=rate,

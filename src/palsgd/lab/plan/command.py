@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from palsgd.lab.plan.measure import Measured
 
 
+# Steps of each worker are drawn for each candidate, which takes a minute with so many.
+MOST_WORKERS = 100_000
+TOO_LARGE = 1e15  # parameters; bytes and coordinates must be numbers that NumPy can hold
+
+
 def prepare(
     settings: Settings | None,
     *,
@@ -51,7 +56,8 @@ def prepare(
         raise ValueError(
             "give a recipe to measure, for instance stories, or --step-ms and --parameters"
         )
-    found, size = None, 0 if parameters is None else units.count("parameters", parameters)
+    check_int("workers", links["workers"], least=1, most=MOST_WORKERS)
+    found, size = None, 0 if parameters is None else _given_size(parameters)
     if step_ms is None:
         from palsgd.lab.plan.measure import measure
 
@@ -87,6 +93,12 @@ def _coding(
         seconds = check_number("coding_ns", given, "a time of 0 ns or more", low=-1e-12) * 1e-9
         return dict.fromkeys(usual, seconds)
     return usual if found is None else found.coding_s
+
+
+def _given_size(parameters: str) -> int:
+    size = units.count("parameters", parameters)
+    check_number("parameters", size, "below 1000T", high=TOO_LARGE, shown=parameters)
+    return size
 
 
 def _size(settings: Settings | None) -> int:

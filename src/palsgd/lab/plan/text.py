@@ -9,7 +9,15 @@ from rich.text import Text
 
 from palsgd.cluster import Cluster
 from palsgd.lab.plan.candidates import UNUSABLE, Candidate, Task
-from palsgd.lab.plan.choosing import LEAST_ROUNDS, WORTH, BreakEven, Family, Plan, intervals_for
+from palsgd.lab.plan.choosing import (
+    INTERVALS,
+    LEAST_ROUNDS,
+    WORTH,
+    BreakEven,
+    Family,
+    Plan,
+    intervals_for,
+)
 from palsgd.lab.plan.memory import memory
 from palsgd.lab.plan.prices import Price
 from palsgd.lab.report import formats
@@ -120,10 +128,10 @@ def _rival(plan: Plan) -> str:
         return ", as no method with rounds is usable in so short a run" if not plan.local else ""
     fastest = min(usable, key=lambda c: c.run_s)
     if fastest.price.measured:
-        return f"; the fastest other, {_named(fastest)}, takes {_run(fastest)}"
+        return f"; the fastest with rounds, {_named(fastest)}, takes {_run(fastest)}"
     gradients = "with as many gradients as DDP takes"
     return (
-        f"; the fastest other, {_named(fastest)}, takes {_run(fastest)} {gradients}, "
+        f"; the fastest with rounds, {_named(fastest)}, takes {_run(fastest)} {gradients}, "
         f"and its price is {NOT_MEASURED}"
     )
 
@@ -150,10 +158,9 @@ def remarks(cluster: Cluster, task: Task, plan: Plan, even: BreakEven | None) ->
         yield even_words(even, plan)
     if cluster.straggler > 1 and not plan.best.is_ddp:
         yield _about_stragglers(cluster, plan.best)
-    limit = task.steps // LEAST_ROUNDS
     yield (
-        f"H is at most {limit:,}, so that a run has {LEAST_ROUNDS} rounds. Of the measured and "
-        f"usable choices that take at most {WORTH:.0%} longer than the fastest, * is the plainest."
+        f"{_about_rounds(task.steps)} Of the measured and usable choices that take at most "
+        f"{WORTH:.0%} longer than the fastest, * is the plainest."
     )
     yield f"unusable: communicates more than {UNUSABLE:.0%} of its time."
     if any(not c.price.measured for c in [*plan.opponents, *plan.local]):
@@ -165,6 +172,16 @@ def remarks(cluster: Cluster, task: Task, plan: Plan, even: BreakEven | None) ->
         yield f"The price of * is {NOT_MEASURED}: {plan.best.price.why_not}."
     if plan.local and any(c.price.measured for c in plan.local) and task.extra_steps is None:
         yield _conditions(task)
+
+
+def _about_rounds(steps: int) -> str:
+    if intervals_for(steps):
+        return f"H is at most {steps // LEAST_ROUNDS:,}, so that a run has {LEAST_ROUNDS} rounds."
+    least = LEAST_ROUNDS * INTERVALS[0]
+    return (
+        f"{steps:,} steps are too few for methods with rounds: {LEAST_ROUNDS} rounds of "
+        f"H = {INTERVALS[0]} are {least}."
+    )
 
 
 def _about_stragglers(cluster: Cluster, best: Candidate) -> str:

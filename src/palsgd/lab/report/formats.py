@@ -56,7 +56,9 @@ def small(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.1f}{GAP}%".replace("-", MINUS)
+    if share is None or not math.isfinite(share):
+        return NONE
+    return f"{100 * share:.1f}{GAP}%".replace("-", MINUS)
 
 
 def seconds(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """`palsgd tune` from Python."""
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from palsgd.lab.folder_lock import locked
 from palsgd.lab.methods import whole_names
 from palsgd.lab.run_set import Options, check_folder
 from palsgd.lab.settings import Settings
+from palsgd.lab.tuning.halving import Outcome, unlucky
 from palsgd.lab.tuning.record import record_of, sentences
 from palsgd.lab.tuning.tuned_file import read_tuned, tuned_settings, write_tuned
 from palsgd.lab.tuning.tuner import Search, run_search
@@ -88,7 +90,8 @@ def tune(
         settings: any other settings, which are then not searched.
 
     Raises:
-        ValueError: for settings that are unknown or cannot work, before anything runs.
+        ValueError: for settings that are unknown or cannot work, before anything runs; after all
+            trials, if no point of a method ends well. No file is written then.
 
     Example:
         >>> import tempfile, palsgd.lab
@@ -121,8 +124,27 @@ def run_tuning(
         recipe, base, methods, trials=trials, seeds=seeds, given=given, data=options.data
     )
     with locked(runs):
-        write_tuned(out, record_of(*run_search(search, runs, options)))
+        tried, outcomes = run_search(search, runs, options)
+        _check_ends(outcomes, runs)
+        write_tuned(out, record_of(tried, outcomes))
     return Tuning(out, runs, read_tuned(out))
+
+
+def _check_ends(outcomes: Mapping[str, Outcome], runs: Path) -> None:
+    """Refuse to call settings tuned that diverge, as a comparison would take them for a method's
+    best."""
+    lost = [
+        references.short(method)
+        for method, outcome in outcomes.items()
+        if not math.isfinite(unlucky(list(outcome.judged[outcome.winner].values())))
+    ]
+    if not lost:
+        return
+    others = ", or tune the other methods alone" if len(lost) < len(outcomes) else ""
+    raise ValueError(
+        f"no point of {', '.join(lost)} in {runs} ends well with each of its seeds, so that "
+        f"nothing is tuned; try gentler settings{others}"
+    )
 
 
 def runs_beside(out: Path) -> Path:
