@@ -75,7 +75,13 @@ def known(text: str) -> bool:
     return text in _KNOWN
 
 
+def files() -> set[str]:
+    """Those of the parts that were found, as a traceback names them."""
+    return _FILES
+
+
 _KNOWN: set[str] = set()
+_FILES: set[str] = set()
 
 
 def find(text: str, kind: Kind) -> Part:
@@ -90,6 +96,7 @@ def find(text: str, kind: Kind) -> Part:
     value = _value(module, place, name, kind)
     part = Part(text if entry is not None else f"{place}:{name}", module, value)
     _KNOWN.update((text, part.reference))
+    _FILES.update(filter(None, [getattr(module, "__file__", None)]))
     return part
 
 
