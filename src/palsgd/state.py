@@ -206,10 +206,7 @@ def _check_names(of: Parts, saved: list[str] | None) -> None:
 def _check_rounds(of: Parts, clock: int, saved: dict[str, Any], load: Loading) -> None:
     """Where steps without data are drawn, workers stand at different clocks between two syncs. A
     sync of other rounds may lie between them, and they would never meet in it."""
-    other, first = (
-        load.differs("sync_every", "fragments", "method"),
-        of.worker.course.first_schedule,
-    )
+    other = load.differs("sync_every", "fragments", "method")
     if load.strict or other is None or of.transport.workers == 1 or not saved["has_anchor"]:
         return
     mixes = of.worker.method.gradient_share < 1 or saved["gradient_steps"] < clock
