@@ -514,8 +514,6 @@ def assignments(texts: list[str]) -> dict[str, str]:
         if not sign or not value:
             raise ValueError(f"{text!r} is not of the form field=value, for instance lr=0.01")
         check_field(name)
-        if setting_name(name) in map(setting_name, found):
-            raise ValueError(f"{text} is the second value of {name}; give one")
         found[name] = value
     return found
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from palsgd import references, registry
-from palsgd.lab.settings import Settings, assignments, setting_name
+from palsgd.lab.settings import Settings, assignments
 from palsgd.lab.torchrun import under_torchrun
 
 Recipe = Annotated[
@@ -187,12 +187,7 @@ def settings_from(recipe: str, changes: list[str] | None, **flags: Any) -> Setti
 
     given = {name: value for name, value in flags.items() if value is not None}
     import_method(given.get("method"), *(changes or []))
-    written = {setting_name(n): value for n, value in assignments(changes or []).items()}
-    for name in written:
-        if name in given:
-            option = f"--{name.replace('_', '-')} {given[name]}"
-            raise ValueError(f"{option} and {name}={written[name]} both set {name}; give one")
-    return workloads.recipe(recipe).changed(written | given)
+    return workloads.recipe(recipe).changed(assignments(changes or []) | given)
 
 
 def is_elastic(
