@@ -318,9 +318,9 @@ def _processes(comparison: "Comparison") -> Iterable[str]:
 
 def _both_ends(twin: "Twin") -> str:
     real, simulated = (
-        "no finite loss" if loss is None else f"loss {loss:.5g}" for loss in twin.ends("final_loss")
+        "none that is finite" if loss is None else f"{loss:.5g}" for loss in twin.ends("final_loss")
     )
-    return f"{twin.group.label} ended at {real}, the simulator at {simulated}"
+    return f"{twin.group.label} ended at loss {real}, the simulator at {simulated}"
 
 
 # -- limits ----------------------------------------------------------------------------------------
