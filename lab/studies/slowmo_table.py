@@ -10,8 +10,8 @@ the grid is three times as far, which is more than the best learning rate is exp
 the length. All have the table's five epochs of a growing learning rate, and its decays at the same
 shares of the run.
 
-Half of the epochs were too few (lab/records/2026-11-19-slowmo-table), so `whole` has all 200, with
-one seed.
+Half of the epochs are probably too few (lab/records/2026-11-19-slowmo-table), so `whole` has all
+200, with one seed.
 """
 
 from typing import Any

@@ -51,7 +51,7 @@ class Subject:
     parts: tuple[str, ...]
     links: tuple[str, ...]
     baseline: str | None = None  # the part whose DDP the others are beside, if they have none
-    margins: tuple[float, ...] = ()  # beside the lab's; the paper asks for DDP's end itself: 0
+    margins: tuple[float, ...] = ()  # at which DDP's end is asked for; the paper's is 0
 
 
 SUBJECTS = (
@@ -147,7 +147,7 @@ def _seconds(found: Comparison, place: int, goal: ToTarget) -> dict[str, Any]:
 
 
 def _at_margin(found: dict[str, Comparison], margin: float) -> Iterator[dict[str, Any]]:
-    """What takes how long to what DDP ends with, worse by another margin than the lab's."""
+    """What takes how long to what DDP ends with, worse by this margin in place of the lab's."""
     first = next(iter(found.values()))
     for place, own in enumerate(first.groups):
         base = first.baseline(own)
